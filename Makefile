@@ -8,7 +8,7 @@ PUBLIC ?= .venv-public
 TORCH ?= default
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-all test-studies test-flower test-flower-all test-trackers test-lightning test-oldest public check format docs gallery faults soak gpu-check results papers papers-quick release
+.PHONY: help demo test test-rest test-all test-studies test-flower test-trackers test-lightning test-oldest public check format docs gallery faults soak gpu-check results papers papers-quick release
 
 help:  ## these lines
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
@@ -85,9 +85,6 @@ $(BESIDE): .venv-%/installed: .venv/installed-test
 test-flower: .venv-flower/installed  ## apps over sites, by Flower's own processes, in an environment of their own (Python >= 3.11)
 	OMP_NUM_THREADS=1 .venv-flower/bin/python -m pytest $(SIDE_BY_SIDE) tests/deploy/test_flower.py
 
-test-flower-all: .venv-flower/installed  ## every kind of method over sites, and all kills (half an hour; not in .ci/run)
-	FL_LIGHTNING_FLOWER=all OMP_NUM_THREADS=1 .venv-flower/bin/python -m pytest $(SIDE_BY_SIDE) tests/deploy/test_flower_all.py
-
 test-trackers: .venv-trackers/installed  ## what MLflow and W&B hold of runs, read back, in an environment of their own
 	OMP_NUM_THREADS=1 .venv-trackers/bin/python -m pytest $(SIDE_BY_SIDE) tests/cli/test_trackers.py tests/record/test_description.py -k "mlflow or wandb"
 
@@ -163,10 +160,12 @@ soak: .venv/installed .venv-flower/installed  ## kill runs 200 times, in every p
 comma := ,
 VERSION := $(shell sed -n 's/^version = //p' setup.cfg)
 TAG := v$(VERSION)
+# what builds and checks; the tests of this target give another one
+TOOLS := .venv/installed-dev
 REFUSED = { echo "release $(TAG): $(1)" >&2; exit 1; }
 
 # the checks stand before the tag, and nothing is sent: what is pushed cannot be taken back
-release:  ## tag the version of setup.cfg, if nothing is uncommitted and CHANGELOG has it; pushes nothing
+release: $(TOOLS)  ## build dist/ and tag the version of setup.cfg, if nothing is uncommitted and CHANGELOG has it; pushes nothing
 	@test -z "$$(git status --porcelain)" || \
 	  $(call REFUSED,there are changes that are not committed. Commit them or put them away: git status)
 	@grep -qE '^## \[$(subst .,\.,$(VERSION))\] - [0-9]{4}-[0-9]{2}-[0-9]{2}$$' CHANGELOG.md || \
@@ -175,9 +174,10 @@ release:  ## tag the version of setup.cfg, if nothing is uncommitted and CHANGEL
 	  $(call REFUSED,setup.cfg says $(VERSION)$(comma) CITATION.cff or fl_lightning/__init__.py does not)
 	@! git rev-parse --quiet --verify refs/tags/$(TAG) > /dev/null || \
 	  $(call REFUSED,there is such a tag. Give setup.cfg$(comma) CITATION.cff and fl_lightning/__init__.py another version)
+	@rm -rf dist && mkdir -p build && $(BIN)/python -m build > build/log 2>&1 || { tail build/log; exit 1; }
+	@$(BIN)/python -m twine check --strict dist/*
 	@git tag --annotate $(TAG) --message 'fl-lightning $(VERSION)'
 	@echo "$(TAG) is the present commit; nothing was sent. Next, once .ci/run has passed on it:"
 	@echo "  git push origin $(TAG)"
-	@echo "  rm -rf dist && $(BIN)/python -m build && $(BIN)/python -m twine check --strict dist/*"
 	@echo "  $(BIN)/python -m twine upload dist/*"
 	@echo "To take it back before it is pushed: git tag --delete $(TAG)"

@@ -1,5 +1,5 @@
-"""The yardstick: one round of FedAvg or SCAFFOLD as a plain PyTorch loop, one client after the
-other."""
+"""The yardstick: one round of FedAvg, SCAFFOLD or DFedAvg as a plain PyTorch loop, one client after
+the other."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
+from torchvision.transforms import Compose, RandomCrop, RandomHorizontalFlip
 
 from benchmarks.workloads import LR, Pictures, Workload, loss_of
 
@@ -24,7 +25,7 @@ def prepared(work: Workload, device: str) -> Callable[[], float]:
     FedAvg's work stands for methods that the loop does not have.
     """
     torch.manual_seed(0)
-    loop = Bare(work, device)
+    loop = (OnARing if "Gossip" in work.methods else Bare)(work, device)
     return lambda: loop.round(loop.clients)
 
 
@@ -88,10 +89,10 @@ class Bare:
             return
         x, y = samples
         for chosen in torch.randperm(len(x)).split(size):
-            yield x[chosen], y[chosen]
+            yield cropped_and_flipped(x[chosen]) if self.work.augment else x[chosen], y[chosen]
 
     def train(
-        self, model: nn.Module, samples: Any, correction: list[Tensor], losses: list[Tensor]
+        self, model: nn.Module, samples: Any, correction: Sequence[Tensor], losses: list[Tensor]
     ) -> int:
         optimizer = self.work.optimizer(model.parameters())
         steps = 0
@@ -108,3 +109,34 @@ class Bare:
                 losses.append(loss.detach())
                 steps += 1
         return steps
+
+
+class OnARing(Bare):
+    """DFedAvg: clients train their own models, and take the mean with those of two neighbours."""
+
+    def __init__(self, work: Workload, device: str = "cpu") -> None:
+        super().__init__(work, device)
+        first = [p.detach().clone() for p in self.network.parameters()]
+        self.models = [first for _ in self.clients]
+
+    def round(self, clients: Sequence[Any]) -> float:
+        trained, losses = [], list[Tensor]()
+        for own, samples in zip(self.models, clients, strict=True):
+            model = copy.deepcopy(self.network)
+            with torch.no_grad():
+                for p, value in zip(model.parameters(), own, strict=True):
+                    p.copy_(value)
+            self.train(model, samples, (), losses)
+            trained.append([p.detach() for p in model.parameters()])
+        left, right = [trained[-1], *trained[:-1]], [*trained[1:], trained[0]]
+        self.models = [
+            [(a + b + c) / 3 for a, b, c in zip(*three, strict=True)]
+            for three in zip(left, trained, right, strict=True)
+        ]
+        return float(torch.stack(losses).mean())
+
+
+def cropped_and_flipped(x: Tensor) -> Tensor:
+    """Random crops with padding 4 and flips, in two calls per picture, as torchvision's."""
+    transform = Compose([RandomCrop(x.shape[-1], padding=4), RandomHorizontalFlip()])
+    return torch.stack([transform(picture) for picture in x])

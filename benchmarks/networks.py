@@ -128,3 +128,16 @@ class HandwritingConvolutions(nn.Sequential):
             nn.Dropout(0.5),
             nn.Linear(128, 62),
         )
+
+
+def adapted_vision_transformer() -> nn.Module:
+    """timm's DeiT-Tiny with patches of 4 pixels, frozen, with LoRA of rank 8 and a trained head."""
+    from fl_lightning.models import Timm  # older checkouts do not have it
+
+    return Timm(
+        "deit_tiny_patch16_224",
+        num_classes=10,
+        input_size=32,
+        options={"patch_size": 4},
+        lora={"r": 8, "lora_alpha": 16, "target_modules": ["qkv"]},
+    )

@@ -19,6 +19,21 @@ from benchmarks.workloads import METHODS, WORKLOADS, Ours
 from fl_lightning import callbacks
 
 
+def paired(
+    yardstick: Ours, runs: dict[str, Ours], repetitions: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Return by run the pairs of seconds (the yardstick's, its own) of rounds that follow each
+    other."""
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    for repetition in range(repetitions + 1):
+        for name, run in runs.items():
+            first, second = (run, yardstick) if repetition % 2 else (yardstick, run)
+            one, other = first.round()[0], second.round()[0]
+            if repetition:  # the first is a warm-up
+                seconds[name].append((other, one) if repetition % 2 else (one, other))
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
     parser.add_argument(
@@ -43,14 +58,7 @@ def main() -> None:
         runs[name] = Ours(
             work, given.engine, [own], capture=True if given.engine == "concurrent" else "auto"
         )
-    # FedAvg's just before or after, own
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for repetition in range(given.repetitions + 1):
-        for name, run in runs.items():
-            first, second = (run, yardstick) if repetition % 2 else (yardstick, run)
-            one, other = first.round()[0], second.round()[0]
-            if repetition:
-                seconds[name].append((other, one) if repetition % 2 else (one, other))
+    seconds = paired(yardstick, runs, given.repetitions)
     print(
         f"{'':18}seconds a round   × FedAvg's time, pair by pair   ({given.workload}, "
         f"{given.engine})"

@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 from fl_lightning.__main__ import main as fl_lightning
-from tests.deploy.flower_processes import Federation
+from tests.deploy.flower_runs import Federation
 
 SITES = {"north": "0,3,8", "south": "1,2,7", "west": "4,5,6"}
 SERVER = """from flwr.serverapp import ServerApp

@@ -79,10 +79,14 @@ SCAFFOLD = ["-c", "method/scaffold", "-c", "method/ri"]
 DROPPING = ["--model.learner.init_args.network", "benchmarks.soak.Dropping"]
 ONE_BY_ONE = ["--model.engine", "sequential"]
 TWO_WORKERS = ["--model.engine", "concurrent", "--model.workers", "2"]
+# A new graph in each round, and clients that are away.
+GRAPHS = ["--method.topology", "ErdosRenyi", "--method.topology.p", "0.5"]
+GRAPHS += ["--method.topology.varying", "true"]
 SETTINGS: dict[str, tuple[list[str], int]] = {  # options, processes
     "SCAFFOLD with FedInit": ([*SCAFFOLD, *ONE_BY_ONE], 1),
     "FedALS": (["-c", "method/fedals", *ONE_BY_ONE], 1),
     "top-k": (["-c", "method/topk", *ONE_BY_ONE], 1),
+    "K-GT on new graphs": (["-c", "method/kgt", *GRAPHS, *ONE_BY_ONE], 1),
     "two threads": ([*SCAFFOLD, *TWO_WORKERS], 1),
     "two worker processes": ([*SCAFFOLD, *TWO_WORKERS, *DROPPING], 1),
     "two processes": ([*SCAFFOLD, *ONE_BY_ONE], 2),
@@ -163,6 +167,7 @@ class Watch:
         self.function("training", LocalStep, "__call__")
         self.function("sum", UpdateAccumulator, "total")
         self.function("sum", FederatedLoop, "update")
+        self.function("sum", FederatedLoop, "exchange")
         self.function("commit", RunState, "commit")
         self.function("segment", segments, "write")
         self.function("checkpoint", AtomicCheckpointIO, "save_checkpoint")

@@ -19,8 +19,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.deploy.flower_processes import Federation
-from tests.deploy.flower_runs import Study
+from tests.deploy.flower_runs import Federation, Study
 
 VICTIMS = ("site", "node", "server", "link")
 ROUNDS = 10

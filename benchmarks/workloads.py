@@ -40,6 +40,7 @@ from benchmarks.networks import (
     SmallConvolutions,
     SmallTransformer,
     adapted_decoder,
+    adapted_vision_transformer,
 )
 from fl_lightning import FederatedModule, InMemoryDataModule
 from fl_lightning.datamodules import FederatedDataModule, FromDatasets
@@ -112,6 +113,7 @@ class Workload:
     classes: int = 10
     text: bool = False  # the targets are the next characters
     pictures: bool = False  # files, which PIL decodes
+    augment: bool = False  # crops with padding 4, and flips
     adam: bool = False
     # The smallest client has 1 / spread of the samples of the largest one.
     spread: int = 1
@@ -172,7 +174,12 @@ class Workload:
             pictures = Pictures(*self.arrays())
             clients = [Subset(pictures, index.tolist()) for index in registered]
             return FromDatasets(clients=clients, batch_size=self.batch_size)
-        return InMemoryDataModule(self.arrays(), clients=registered, batch_size=self.batch_size)
+        return InMemoryDataModule(
+            self.arrays(),
+            clients=registered,
+            batch_size=self.batch_size,
+            augment=["crop", "flip"] if self.augment else None,
+        )
 
 
 WORKLOADS = {
@@ -195,6 +202,8 @@ WORKLOADS = {
         SmallConvolutions, (3, 32, 32), 50, 1, 10, clients=50, registered=1000, weight_decay=0.0
     ),
     "W6": Workload(SmallTransformer, (16, 16), 200, 2, 20),
+    # without a server: all clients train, each mixes with its two neighbours on a ring
+    "G1": Workload(MLP, (1, 28, 28), 500, 5, 50, clients=50, registered=50, methods=("Gossip",)),
     # a hundred clients of one step each: what a client costs besides its steps
     "W7": Workload(MLP, (1, 28, 28), 50, 1, 50, clients=100, registered=1000),
     "X6": Workload(CharacterLSTM, (80,), 20, 1, 10, text=True),
@@ -203,6 +212,17 @@ WORKLOADS = {
     "X9": Workload(SmallConvolutions, (3, 32, 32), 60, 2, 20, pictures=True),
     "X10": Workload(Series, (9, 128), 160, 2, 16, spread=8),
     "X11": Workload(adapted_decoder, (64,), 48, 1, 16, clients=8, text=True),
+    # crops and flips: ours by `augment`, the bare loop's by torchvision, picture by picture
+    "X12": Workload(
+        partial(ResNet18GN, 10),
+        (3, 32, 32),
+        100,
+        1,
+        50,
+        usual=partial(ResNet18GN, 10, live_taps=False),
+        augment=True,
+    ),
+    "X13": Workload(adapted_vision_transformer, (3, 32, 32), 64, 1, 32, clients=8),
     "F1": Workload(HandwritingConvolutions, (1, 28, 28), 220, 1, 20, registered=3400, classes=62),
     # a round of all registered clients; BlazeFL's have no weight decay
     "F2": Workload(partial(LeNet, 10), (3, 32, 32), 100, 5, 50, clients=100, weight_decay=0.0),

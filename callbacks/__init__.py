@@ -8,16 +8,25 @@ if __name__ == "callbacks":
 
 from fl_lightning.callbacks.adapters.corrected_factor import CorrectedFactor
 from fl_lightning.callbacks.adapters.factor_schedule import FactorSchedule
+from fl_lightning.callbacks.adapters.orthogonal_factor import OrthogonalFactor
 from fl_lightning.callbacks.adapters.padded_ranks import PaddedRanks
 from fl_lightning.callbacks.adapters.residual_merge import ResidualMerge
+from fl_lightning.callbacks.adapters.scaled_heads import ScaledHeads
 from fl_lightning.callbacks.adapters.stacked_adapters import StackedAdapters
 from fl_lightning.callbacks.adapters.truncated_product import TruncatedProduct
+from fl_lightning.callbacks.decentralised.gossip import Gossip
+from fl_lightning.callbacks.decentralised.gradient_tracking import GradientTracking
+from fl_lightning.callbacks.decentralised.push_sum import PushSum
 from fl_lightning.callbacks.directions.adam_direction import AdamDirection
 from fl_lightning.callbacks.directions.global_direction import GlobalDirection
 from fl_lightning.callbacks.directions.muon_direction import MuonDirection
+from fl_lightning.callbacks.directions.soap_direction import SoapDirection
+from fl_lightning.callbacks.drift.aligned_duals import AlignedDuals
+from fl_lightning.callbacks.drift.augmented_models import AugmentedModels
 from fl_lightning.callbacks.drift.client_momentum import ClientMomentum
 from fl_lightning.callbacks.drift.control_variates import ControlVariates
 from fl_lightning.callbacks.drift.decay_within_round import DecayWithinRound
+from fl_lightning.callbacks.drift.displacement_duals import DisplacementDuals
 from fl_lightning.callbacks.drift.dynamic_regularization import DynamicRegularization
 from fl_lightning.callbacks.drift.mixed_ascent import MixedAscent
 from fl_lightning.callbacks.drift.normalized_averaging import NormalizedAveraging
@@ -36,9 +45,11 @@ from fl_lightning.callbacks.loggers.multiple_choice import MultipleChoice
 from fl_lightning.callbacks.loggers.per_client_evaluation import PerClientEvaluation
 from fl_lightning.callbacks.loggers.progress_bar import FederatedProgressBar
 from fl_lightning.callbacks.loggers.run_card import RunCard
+from fl_lightning.callbacks.losses.decorrelated_features import DecorrelatedFeatures
 from fl_lightning.callbacks.losses.logit_calibration import LogitCalibration
 from fl_lightning.callbacks.losses.model_contrast import ModelContrast
 from fl_lightning.callbacks.losses.not_true_distillation import NotTrueDistillation
+from fl_lightning.callbacks.losses.trajectory_distillation import TrajectoryDistillation
 from fl_lightning.callbacks.personal.adaptive_local_aggregation import AdaptiveLocalAggregation
 from fl_lightning.callbacks.personal.alternating_head import AlternatingHead
 from fl_lightning.callbacks.personal.clustered_models import ClusteredModels
@@ -52,6 +63,7 @@ from fl_lightning.callbacks.personal.prototype_pull import PrototypePull
 from fl_lightning.callbacks.personal.proximal_personal_model import ProximalPersonalModel
 from fl_lightning.callbacks.robust.byzantine_clients import ByzantineClients
 from fl_lightning.callbacks.robust.differential_privacy import DifferentialPrivacy
+from fl_lightning.callbacks.robust.record_privacy import RecordPrivacy
 from fl_lightning.callbacks.robust.robust_aggregation import RobustAggregation
 from fl_lightning.callbacks.sending.error_feedback_21 import ErrorFeedback21
 from fl_lightning.callbacks.sending.low_rank_update import LowRankUpdate
@@ -61,9 +73,11 @@ from fl_lightning.callbacks.sending.quantized_update import QuantizedUpdate
 from fl_lightning.callbacks.sending.random_k import RandomK
 from fl_lightning.callbacks.sending.sign_update import SignUpdate
 from fl_lightning.callbacks.sending.top_k_compression import TopKCompression
+from fl_lightning.callbacks.server.discrepancy_weights import DiscrepancyWeights
 from fl_lightning.callbacks.server.extrapolated_step import ExtrapolatedStep
 from fl_lightning.callbacks.server.fair_aggregation import FairAggregation
 from fl_lightning.callbacks.server.lookahead_momentum import LookaheadMomentum
+from fl_lightning.callbacks.server.update_memory import UpdateMemory
 from fl_lightning.callbacks.sharpness.global_sharpness_aware_minimization import (
     GlobalSharpnessAwareMinimization,
 )
@@ -79,7 +93,9 @@ from fl_lightning.systems import SystemHeterogeneity
 __all__ = [
     "AdamDirection",
     "AdaptiveLocalAggregation",
+    "AlignedDuals",
     "AlternatingHead",
+    "AugmentedModels",
     "ByzantineClients",
     "ClientMomentum",
     "ClusteredModels",
@@ -88,7 +104,10 @@ __all__ = [
     "ControlVariates",
     "CorrectedFactor",
     "DecayWithinRound",
+    "DecorrelatedFeatures",
     "DifferentialPrivacy",
+    "DiscrepancyWeights",
+    "DisplacementDuals",
     "DivergenceLogger",
     "DriftLogger",
     "DynamicRegularization",
@@ -103,6 +122,8 @@ __all__ = [
     "GlobalLossLogger",
     "GlobalSharpnessAwareMinimization",
     "GlobalUpdateGuidance",
+    "Gossip",
+    "GradientTracking",
     "HessianLogger",
     "LocallyEstimatedPerturbation",
     "LogitCalibration",
@@ -118,6 +139,7 @@ __all__ = [
     "MuonDirection",
     "NormalizedAveraging",
     "NotTrueDistillation",
+    "OrthogonalFactor",
     "PaddedRanks",
     "PartialAveraging",
     "PerClientEvaluation",
@@ -126,20 +148,26 @@ __all__ = [
     "PrototypePull",
     "ProximalPersonalModel",
     "ProximalTerm",
+    "PushSum",
     "QuantizedBroadcast",
     "QuantizedUpdate",
     "RandomEpochs",
     "RandomK",
     "RandomSkips",
+    "RecordPrivacy",
     "RelaxedInitialization",
     "ResidualMerge",
     "RobustAggregation",
     "RunCard",
+    "ScaledHeads",
     "ServerAscent",
     "SharpnessAwareMinimization",
     "SignUpdate",
+    "SoapDirection",
     "StackedAdapters",
     "SystemHeterogeneity",
     "TopKCompression",
+    "TrajectoryDistillation",
     "TruncatedProduct",
+    "UpdateMemory",
 ]

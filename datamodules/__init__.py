@@ -7,12 +7,14 @@ if __name__ == "datamodules":
 
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.batches.biases import Bias, CategoryBias, ClientBias
+from fl_lightning.datamodules.partitions.dealt_by_shares import DealtByShares
 from fl_lightning.datamodules.partitions.flower_splits import (
     ByValue,
     Grouped,
     InnerDirichlet,
     LabelBuckets,
     Shards,
+    Sizes,
 )
 from fl_lightning.datamodules.partitions.label_skew import Dirichlet, Pathological
 from fl_lightning.datamodules.partitions.other_tools import DirichletByClass, LabelsPerClient
@@ -26,26 +28,35 @@ from fl_lightning.datamodules.partitions.partition import (
     Saved,
     SortedShards,
 )
-from fl_lightning.datamodules.partitions.size_rules import Sizes
-from fl_lightning.datamodules.sources.digits import Digits
 from fl_lightning.datamodules.sources.existing import FromDataModule, FromDatasets
 from fl_lightning.datamodules.sources.folders import FromFolders
-from fl_lightning.datamodules.sources.generated_domains import GeneratedDomains
 from fl_lightning.datamodules.sources.hdf5 import FromHDF5
 from fl_lightning.datamodules.sources.hugging_face import FromHuggingFace
 from fl_lightning.datamodules.sources.human_activity import HumanActivity
-from fl_lightning.datamodules.sources.images import CIFAR10, CIFAR100, MNIST, SVHN, FashionMNIST
+from fl_lightning.datamodules.sources.images import (
+    CIFAR10,
+    CIFAR100,
+    MNIST,
+    SVHN,
+    Digits,
+    FashionMNIST,
+    MedMNIST,
+)
 from fl_lightning.datamodules.sources.instruction_tuning import InstructionTuning
-from fl_lightning.datamodules.sources.language_modelling import LanguageModelling
 from fl_lightning.datamodules.sources.leaf import FromLEAF
-from fl_lightning.datamodules.sources.memory import InMemoryDataModule
+from fl_lightning.datamodules.sources.memory import GeneratedDomains, InMemoryDataModule
 from fl_lightning.datamodules.sources.pfllib import FromPFLlib
 from fl_lightning.datamodules.sources.table import FromTable
-from fl_lightning.datamodules.sources.text_classification import TextClassification
+from fl_lightning.datamodules.sources.text_classification import (
+    GLUE,
+    LanguageModelling,
+    TextClassification,
+)
 
 __all__ = [
     "CIFAR10",
     "CIFAR100",
+    "GLUE",
     "IID",
     "MNIST",
     "SVHN",
@@ -55,6 +66,7 @@ __all__ = [
     "CategoryBias",
     "ClientBias",
     "Contiguous",
+    "DealtByShares",
     "Digits",
     "Dirichlet",
     "DirichletByClass",
@@ -79,6 +91,7 @@ __all__ = [
     "LabelShares",
     "LabelsPerClient",
     "LanguageModelling",
+    "MedMNIST",
     "Mixed",
     "Partition",
     "Pathological",

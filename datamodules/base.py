@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -16,23 +16,26 @@ from torch.utils.data import Dataset
 from fl_lightning.accepted import BelowOne, PositiveInt
 from fl_lightning.datamodules.batches import batch_sizes
 from fl_lightning.datamodules.batches.augmentations import (
+    MIXING,
+    CropFlip,
     Pixels,
     augmentations_of,
+    augmented,
     augmented_batches,
 )
 from fl_lightning.datamodules.batches.biases import Bias, biased, check_biases
-from fl_lightning.datamodules.batches.crop_flip import CropFlip, augmented
 from fl_lightning.datamodules.batches.samples import (
     CPU,
     Batch,
     Change,
     DatasetSamples,
     Samples,
+    TensorSamples,
+    drawing_apart,
     makes_batches,
     one_by_one,
 )
-from fl_lightning.datamodules.loaders import RoundToken, evaluation_loader, say
-from fl_lightning.datamodules.partitions.client_names import by_name
+from fl_lightning.datamodules.loaders import RoundToken, Transfer, evaluation_loader, say
 from fl_lightning.datamodules.partitions.client_tests import (
     ClientTests,
     GroupTests,
@@ -41,22 +44,23 @@ from fl_lightning.datamodules.partitions.client_tests import (
     check_test_clients,
 )
 from fl_lightning.datamodules.partitions.partition import IID, ByGroup, Indices, Partition
-from fl_lightning.datamodules.partitions.pool import global_test, joined
 from fl_lightning.datamodules.partitions.split import (
     Split,
     What,
+    by_name,
     check_apart,
     check_given,
+    global_test,
+    joined,
     split_samples,
 )
-from fl_lightning.datamodules.summaries.split_summary import (
+from fl_lightning.datamodules.partitions.split_summary import (
     card,
     partition_figure,
     partition_measures,
     partition_table,
     save_partition,
 )
-from fl_lightning.datamodules.transfer import Transfer
 from fl_lightning.errors import UserError
 from fl_lightning.introspection.init_args import Given
 from fl_lightning.machine.lightning import pl
@@ -133,7 +137,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         eval_batch_size: PositiveInt | None = None,
         test_clients: Sequence[Any] | Mapping[str, Any] | None = None,
         pooled: bool = False,
-        augment: str | Sequence[str | dict[str, Any]] | None = None,
+        augment: Literal[False] | str | Sequence[str | dict[str, Any]] | None = None,
     ) -> None:
         super().__init__()
         names, given, tests = by_name(clients, test_clients)
@@ -172,7 +176,6 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         self._transfer = Transfer(self, self._transfers())
 
     def _transfers(self) -> Any:
-        """Return the data module whose transfer hooks the clients' batches pass through."""
         return self
 
     @property
@@ -227,12 +230,6 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         """With ``pooled``, make one set of the training and the test data."""
         if not self._pooled:
             return
-        if self.groups is not None and isinstance(self.partition, ByGroup):
-            raise UserError(
-                f"pooled=True joins training and test data, and {type(self).__name__} has its own "
-                "clients, which its test data do not name: give a partition, such as "
-                "DirichletByClass, or leave pooled out."
-            )
         assert self._mine.train_set is not None
         self.train_set = joined(type(self).__name__, self._mine.train_set, self._mine.test_set)
         self.test_set = None
@@ -262,7 +259,6 @@ class FederatedDataModule(Given, pl.LightningDataModule):
             self.client_names = [names[place] for place in np.searchsorted(distinct, left)]
 
     def _tests(self, train: Samples, seed: int) -> ClientTests | None:
-        """Return each client's test samples."""
         if self.client_test_fraction > 0:
             return HeldOut(self.client_test_fraction, train.labels, seed)
         if self._test_clients is not None:
@@ -276,7 +272,6 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         return self.own_tests
 
     def _ready(self) -> None:
-        """Prepare and set up the data, if no Trainer has done so."""
         if self._split_seed is None:
             self.prepare_data()
             self.setup()
@@ -334,6 +329,14 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         # Packaged data sets override this with a class attribute, which is known without the data.
         labels = self._train.labels
         return None if labels is None else int(labels.max()) + 1
+
+    def one_sample(self) -> Batch:
+        """Return the first training sample as a batch of one, without drawing random numbers."""
+        first = np.zeros(1, np.int64)
+        if isinstance(self._train, TensorSamples):
+            return next(self._train.batches(first, 1))
+        with drawing_apart():
+            return self._train.read(first)
 
     def client_sizes(self) -> NDArray[np.int64]:
         """Return the clients' numbers of samples ``(m,)``, read-only if they are all the same."""
@@ -434,9 +437,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         )
 
     def order(self, client: int, round: int, epoch: int) -> Indices:
-        """Return positions into ``client_indices(client)`` in the order of that epoch of that
-        round.
-        """
+        """Return positions into ``client_indices(client)`` in an epoch's order, in that round."""
         return self._order(client, round, epoch, self.client_indices(client))
 
     def _order(
@@ -474,6 +475,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
                     yield order[start : start + size]
 
         def made() -> Iterator[Batch]:
+            assert isinstance(data, TensorSamples)
             for epoch, order in epochs():
                 augment: Change | None = None
                 if self.augmentation is not None:
@@ -498,11 +500,82 @@ class FederatedDataModule(Given, pl.LightningDataModule):
             )
         yield from self._transfer.batches(batches, device)
 
+    def sampled_batches(
+        self,
+        client: int,
+        round: int,
+        positions: Iterable[Sequence[int]],
+        device: torch.device = CPU,
+    ) -> Iterator[Batch | None]:
+        """Yield a batch of these samples for each step; None for a step without samples.
+
+        Args:
+            positions: of each step's samples, into ``client_indices(client)``.
+        """
+        self._check_samples_apart()
+        data = self._train
+        indices = self.client_indices(client)
+        device = torch.device(device)
+        source = self._transfer.source(device)
+        draws = self._draws("samples", round, client)
+
+        def of(step: int, chosen: Indices) -> Iterator[Batch]:
+            def draw(purpose: str) -> np.random.Generator:
+                return generator(self.run_seed, purpose, round, client, step)
+
+            batches: Iterator[Batch]
+            if isinstance(data, DatasetSamples):
+                batches = data.each([chosen], lambda k: draws(step), source)
+            else:
+                augment: Change | None = None
+                if self.augmentation is not None:
+                    augment = augmented(self.augmentation, draw("augment"), len(chosen))
+                size = len(chosen)
+                batches = data.batches(chosen, size, source, self._bias(client), augment)
+            if self._named_augmentations:
+                named = (self._named_augmentations, lambda k: draw("augment step"))
+                pixels = Pixels(self.mean, self.std)
+                batches = augmented_batches(batches, *named, pixels, self.num_classes)
+            return self._transfer.batches(batches, device)
+
+        for step, places in enumerate(positions):
+            chosen = indices[np.asarray(places, np.int64)]
+            yield next(of(step, chosen)) if len(chosen) else None
+
+    def _check_samples_apart(self) -> None:
+        """Refuse data whose samples cannot be chosen one by one.
+
+        Raises:
+            UserError: it names the data and the reason.
+        """
+        why = self.samples_together
+        if why:
+            raise UserError(
+                f"data {type(self).__name__}: {why}, so a method cannot choose each step's samples."
+            )
+
+    @property
+    def most_in_batch(self) -> int | None:
+        """Return how many samples a full batch has; None: all of a client."""
+        size: int | None = self._mine.batch_size
+        return size
+
+    @property
+    def samples_together(self) -> str:
+        """Return why a step's samples cannot be chosen one by one; empty: they can."""
+        if type(self).client_batches is not FederatedDataModule.client_batches:
+            return "its own client_batches makes the batches"
+        if makes_batches(self._train):
+            return "its data set makes whole batches"
+        if self._weights is not None:
+            return "its sampler draws samples by weight"
+        mixing = [one for one in self._named_augmentations if isinstance(one, MIXING)]
+        return f"{type(mixing[0]).__name__.lower()} mixes samples" if mixing else ""
+
     def full_batches(
         self, client: int, device: torch.device = CPU, what: What = "train", size: int | None = None
     ) -> Iterator[tuple[Batch, int]]:
-        """Yield the samples of a client once, in order, without augmentation, in batches with their
-        sizes.
+        """Yield a client's samples once, in order, not augmented, in batches with their sizes.
 
         ``what``: the samples that the client trains on or is tested on, or positions. With
         ``drop_last`` the last batch also has the samples that are left.
@@ -538,17 +611,9 @@ class FederatedDataModule(Given, pl.LightningDataModule):
 
     def one_batch(self, client: int, samples: int, device: torch.device = CPU) -> Batch:
         """Return a client's first samples as one batch, to try a learner on."""
-        data = self._train
-        device = torch.device(device)
         indices = self.client_indices(client)[:samples]
-        source = self._transfer.source(device)
-        # Processes that read ahead read this batch too, because a dataset may not allow a second
-        # reader.
-        if isinstance(data, DatasetSamples):
-            batches = data.each([indices], self._draws("one", client), source)
-        else:
-            batches = data.batches(indices, len(indices), source, self._bias(client))
-        return next(iter(list(self._transfer.batches(batches, device))))
+        ((batch, _), *_) = self.full_batches(client, device, indices, samples)
+        return batch
 
     @property
     def reads_ahead(self) -> bool:

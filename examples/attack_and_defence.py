@@ -17,7 +17,7 @@ import fl_lightning
 from fl_lightning import FederatedModule, MetricsCSV
 from fl_lightning.callbacks import ByzantineClients, RobustAggregation
 from fl_lightning.datamodules import Digits
-from fl_lightning.models import MLP, ImageClassifier
+from fl_lightning.models import MLP, Classifier
 
 folder = Path("runs/examples/attack_and_defence")
 
@@ -34,7 +34,7 @@ def accuracy(name, *callbacks):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    learner = ImageClassifier(MLP([64, 32, 10]), num_classes=10, lr=0.1)
+    learner = Classifier(MLP([64, 32, 10]), num_classes=10, lr=0.1)
     module = FederatedModule(learner, participation="all", local_epochs=2)
     trainer.fit(module, Digits(num_clients=10, batch_size=20))
     return fl_lightning.load(folder / name).metrics["val/acc"]

@@ -17,7 +17,7 @@ import pytorch_lightning as pl
 from fl_lightning import FederatedModule
 from fl_lightning.callbacks import PartialAveraging, PerClientEvaluation
 from fl_lightning.datamodules import FromTable
-from fl_lightning.models import MLP, ImageClassifier
+from fl_lightning.models import MLP, Classifier
 
 folder = Path("runs/examples/clients_from_csv")
 folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def accuracies(*method):
         batch_size=20,
         client_test_fraction=0.25,
     )
-    learner = ImageClassifier(MLP([4, 32, 2]), num_classes=2, lr=0.2)
+    learner = Classifier(MLP([4, 32, 2]), num_classes=2, lr=0.2)
     trainer = pl.Trainer(
         max_epochs=30,
         accelerator="cpu",

@@ -18,7 +18,7 @@ import pytorch_lightning as pl
 import fl_lightning
 from fl_lightning import FederatedModule, MetricsCSV
 from fl_lightning.datamodules import Digits, Dirichlet
-from fl_lightning.models import MLP, ImageClassifier
+from fl_lightning.models import MLP, Classifier
 
 pl.seed_everything(0)
 folder = Path("runs/examples/first_run")
@@ -26,7 +26,7 @@ data = Digits(num_clients=10, partition=Dirichlet(alpha=0.3), batch_size=20)
 
 # %%
 # ``FederatedModule`` wraps any LightningModule. One ``fit`` is one run, and one epoch is one round.
-learner = ImageClassifier(MLP([64, 32, 10]), num_classes=10, lr=0.1)
+learner = Classifier(MLP([64, 32, 10]), num_classes=10, lr=0.1)
 module = FederatedModule(learner, participation=0.5, local_epochs=2)
 trainer = pl.Trainer(
     max_epochs=20,

@@ -3,8 +3,8 @@ A LightningCLI of your own
 ==========================
 
 ``FederatedCLI(MyLearner, MyDataModule)`` takes the place of ``LightningCLI(MyLearner,
-MyDataModule)``. Learner, data module, links and configs stay as they are; what is federated is said
-by further options.
+MyDataModule)``. Learner, data module, links and configs stay as they are; extra options configure
+the federation.
 """
 
 # %%

@@ -2,8 +2,8 @@
 Your own LightningModule
 ========================
 
-An autoencoder that knows nothing of federated learning is trained by ten clients, on tensors that
-nobody has ever seen in one place. Afterwards it is a plain LightningModule again.
+Ten clients train an autoencoder that knows nothing of federated learning. Afterwards it is a plain
+LightningModule again.
 """
 
 # %%

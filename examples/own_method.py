@@ -26,7 +26,7 @@ from fl_lightning import (
     Upload,
 )
 from fl_lightning.datamodules import Digits, Dirichlet
-from fl_lightning.models import MLP, ImageClassifier
+from fl_lightning.models import MLP, Classifier
 
 
 class AdaptiveClipping(FederatedCallback):
@@ -58,7 +58,7 @@ class AdaptiveClipping(FederatedCallback):
 # It is given to the Trainer like any other callback.
 pl.seed_everything(0)
 folder = Path("runs/examples/own_method")
-learner = ImageClassifier(MLP([64, 32, 10]), num_classes=10, lr=0.1)
+learner = Classifier(MLP([64, 32, 10]), num_classes=10, lr=0.1)
 trainer = pl.Trainer(
     max_epochs=30,
     accelerator="cpu",

@@ -19,7 +19,7 @@ import pytorch_lightning as pl
 from fl_lightning import FederatedModule
 from fl_lightning.callbacks import PartialAveraging, PerClientEvaluation
 from fl_lightning.datamodules import Digits, Dirichlet
-from fl_lightning.models import MLP, ImageClassifier
+from fl_lightning.models import MLP, Classifier
 
 
 def accuracies(*method):
@@ -38,7 +38,7 @@ def accuracies(*method):
     data = Digits(
         num_clients=20, partition=Dirichlet(alpha=0.1), batch_size=10, client_test_fraction=0.25
     )
-    learner = ImageClassifier(MLP([64, 32, 10]), num_classes=10, lr=0.1)
+    learner = Classifier(MLP([64, 32, 10]), num_classes=10, lr=0.1)
     trainer.fit(FederatedModule(learner, participation=0.5, local_epochs=2), data)
     return np.sort(list(by_client.table["acc"].values()))
 

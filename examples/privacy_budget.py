@@ -19,7 +19,7 @@ import fl_lightning
 from fl_lightning import FederatedModule, MetricsCSV
 from fl_lightning.callbacks import DifferentialPrivacy
 from fl_lightning.datamodules import Digits
-from fl_lightning.models import MLP, ImageClassifier
+from fl_lightning.models import MLP, Classifier
 
 folder = Path("runs/examples/privacy_budget")
 
@@ -36,7 +36,7 @@ def run(name, method):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    learner = ImageClassifier(MLP([64, 10]), num_classes=10, lr=0.1)
+    learner = Classifier(MLP([64, 10]), num_classes=10, lr=0.1)
     module = FederatedModule(
         learner, participation=0.3, sampling="poisson", local_epochs=2, buffers="keep"
     )

@@ -20,7 +20,7 @@ import fl_lightning
 from fl_lightning import FederatedModule, MetricsCSV
 from fl_lightning.callbacks import ControlVariates
 from fl_lightning.datamodules import Digits
-from fl_lightning.models import MLP, ImageClassifier
+from fl_lightning.models import MLP, Classifier
 
 ROUNDS = 5
 CLIENTS = 10
@@ -86,7 +86,7 @@ network = MLP([64, 32, 10])
 same = MLP([64, 32, 10])
 same.load_state_dict(network.state_dict())
 
-learner = ImageClassifier(network, num_classes=10, lr=LR)
+learner = Classifier(network, num_classes=10, lr=LR)
 module = FederatedModule(learner, participation=COHORT, local_steps=STEPS, seed=1)
 trainer = pl.Trainer(
     max_epochs=ROUNDS,

@@ -17,7 +17,7 @@ import pytorch_lightning as pl
 
 from fl_lightning import FederatedModule
 from fl_lightning.datamodules import Digits, Dirichlet
-from fl_lightning.models import MLP, ImageClassifier
+from fl_lightning.models import MLP, Classifier
 
 
 class Pruning(pl.Callback):
@@ -38,7 +38,7 @@ def run(trial):
     epochs = trial.suggest_int("local_epochs", 1, 3)
     pl.seed_everything(0)
     data = Digits(num_clients=10, partition=Dirichlet(alpha=0.3), batch_size=20, val_fraction=0.2)
-    learner = ImageClassifier(MLP([64, 32, 10]), num_classes=10, lr=lr)
+    learner = Classifier(MLP([64, 32, 10]), num_classes=10, lr=lr)
     module = FederatedModule(learner, participation=0.5, local_epochs=epochs, engine="sequential")
     shown = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger"), False)
     checks = {"enable_checkpointing": False, "num_sanity_val_steps": 0, "accelerator": "cpu"}

@@ -7,7 +7,15 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from fl_lightning.errors import UserError, debugging, in_own_code, out_of_memory, suggest
+from fl_lightning.errors import (
+    FULL,
+    UserError,
+    cannot_write,
+    debugging,
+    in_own_code,
+    out_of_memory,
+    suggest,
+)
 from fl_lightning.lab.cli.commands import COMMANDS, MODULES
 from fl_lightning.machine.escaping import plain_lines
 
@@ -198,6 +206,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         why = out_of_memory(error)
+        # A disk may be full for a writer of others, such as TensorBoard's thread.
+        if isinstance(error, OSError) and error.errno in FULL:
+            why = str(cannot_write(error.filename or "a file of the run", error))
         said = why or in_own_code(error)
         if debug or not said:
             raise

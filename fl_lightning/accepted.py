@@ -154,7 +154,9 @@ PLAIN = {
     "NoneType": "null",
     "Schedule": "a schedule",
     "Any": "anything",
+    "Callable": "a function",
     "list": "a list",
+    "dict": "a mapping",
     "Sequence": "a list",
 }
 

@@ -6,7 +6,7 @@ Shapes: ``D`` trainable parameters as one vector, ``n`` clients trained together
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -30,6 +30,7 @@ from fl_lightning.accepted import (
 )
 from fl_lightning.checks.notes import (
     CLASS_LABELS,
+    MEAN_GRADIENT,
     ROUND_RATE,
     UNIFORM_OPTIMUM,
     Note,
@@ -42,60 +43,52 @@ from fl_lightning.introspection.init_args import Given
 from fl_lightning.introspection.papers import Paper
 from fl_lightning.learner.layout import Layout
 from fl_lightning.machine.lightning import pl
-from fl_lightning.round import low_rank
+from fl_lightning.round import low_rank, privacy
+from fl_lightning.round import quantization as wire
 from fl_lightning.round.base_weights import Base
-from fl_lightning.round.clients import Clients
-from fl_lightning.round.coordinate_sums import ordered_norm, ordered_sum
+from fl_lightning.round.clients import AfterExchange, Clients
 from fl_lightning.round.declared_state import (
     ClientState,
     Coefficient,
     Declaration,
+    Exchanged,
     Scratch,
     ServerState,
-    Staging,
     Upload,
 )
+from fl_lightning.round.neighbourhood import Neighbourhood
 from fl_lightning.round.partial_training import PartialTraining
-from fl_lightning.round.quantization import (
-    Blocks,
-    Message,
-    as_array,
-    as_tensor,
-    bits_of,
-    check_arrays,
-    levels_of,
-    message_of,
-    once,
-    packed,
-    rounded_up,
-    unpacked,
-)
+from fl_lightning.round.quantization import ordered_norm, ordered_sum
 from fl_lightning.round.server import Server
 from fl_lightning.sampling import generator
 from fl_lightning.schedules import Schedule, arguments
+from fl_lightning.storage.secret import Key, drawn_from
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from typing_extensions import Self
 
 __all__ = [
     "CLASS_LABELS",
+    "MEAN_GRADIENT",
     "ROUND_RATE",
     "UNIFORM_OPTIMUM",
     "Above",
+    "AfterExchange",
     "AtLeast",
     "AtMost",
     "Base",
     "Below",
     "BelowOne",
-    "Blocks",
     "ClientState",
     "Clients",
     "Coefficient",
     "Declaration",
     "Diverged",
+    "Exchanged",
     "FederatedCallback",
     "Layout",
-    "Message",
+    "Neighbourhood",
     "NonNegativeFloat",
     "NonNegativeInt",
     "Note",
@@ -113,22 +106,14 @@ __all__ = [
     "UnitInterval",
     "Upload",
     "UserError",
-    "as_array",
-    "as_tensor",
-    "bits_of",
     "check",
-    "check_arrays",
     "generator",
-    "levels_of",
     "low_rank",
-    "message_of",
-    "once",
     "ordered_norm",
     "ordered_sum",
-    "packed",
-    "rounded_up",
+    "privacy",
     "suggest",
-    "unpacked",
+    "wire",
 ]
 
 Part = tuple[Tensor, int | None]
@@ -141,10 +126,12 @@ class RunBinding:
     Args:
         seed: the run's.
         steps_of: ``(client, epochs)`` → local steps of so many epochs; None: not known.
+        secret: the source of clients' private draws; None: no method needs it.
     """
 
     seed: int
     steps_of: Callable[[int, float], int] | None = None
+    secret: Key | None = None
 
 
 Role = Literal["method", "measurement", "system"]
@@ -160,6 +147,11 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
     with different clients. Such hooks must not set an attribute of ``self``, synchronise with the
     host or branch on data. If a hook has one owner (its docstring says so), only one callback of a
     run may override it.
+
+    A class declares what it refuses, and so its docstring does not repeat it. The constructor
+    raises UserError for an argument that its annotation or its Coefficient does not accept. A run
+    raises it before round 0 for a second owner of a hook, for ``cannot_run_with``, for a Refusal of
+    ``notes``, and for ``needs_adapters``.
 
     Example:
         >>> class Proximal(FederatedCallback):
@@ -216,6 +208,10 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
     """Whether its random draws or its actions for a client depend on the client's number. Then
     registering the clients in another order gives another result."""
 
+    reads_values: ClassVar[bool] = False
+    """Whether its hooks of a local step read a tensor's value. On a GPU such steps are not
+    captured."""
+
     every_round: ClassVar[bool] = False
     """Whether its ``on_round_end`` is called, and its server states are committed, even if no
     client finished. If it has ``aggregate``, the server then also takes its step.
@@ -228,15 +224,19 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
     a resumed run."""
 
     order: ClassVar[int] = 0
-    """Its place in ``on_local_gradient``, ``on_local_step_end``, ``on_updates`` and
-    ``on_server_update``: methods with a smaller number come first. -1: its ``on_updates`` stands
-    for the clients' actions. 1: it keeps coordinates unchanged in some steps."""
+    """Its place in ``on_local_start``, ``on_local_gradient``, ``on_local_step_end``, ``on_updates``
+    and ``on_server_update``: methods with a smaller number come first. -1: its ``on_updates``
+    stands for the clients' actions, or its ``on_local_start`` gives clients their own models. 1: it
+    keeps coordinates unchanged in some steps."""
+
+    needs_callbacks: ClassVar[tuple[str, ...]] = ()
+    """Class names of other callbacks that have to be in the run."""
 
     cannot_run_with: dict[str, str] = {}
     """``{hook or class name: reason}``: no other callback of the run may override that hook, or be
     of that class. ``"moves_start"``: no other callback may change the points from which clients
     start. ``"clients.w"``: clients train from this method's own models, so no other hook may read
-    ``clients.w``."""
+    ``clients.w``. ``"ServerState"``, ``"Upload"``: no other method may declare one."""
 
     notes: ClassVar[tuple[Note, ...]] = ()
     """Warnings about a run before it begins."""
@@ -247,6 +247,15 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
 
     reads_loss: ClassVar[bool] = False
     """Whether it reads ``clients.loss`` in an ``on_local_end`` without the parameter ``loss``."""
+
+    samples_at_once: int | None = None
+    """With ``reduce_samples``: how many samples' gradients it gets at once. None: as many as fit
+    into memory; 1: one after the other."""
+
+    protects_samples: ClassVar[bool] = False
+    """Whether what clients send must depend on their samples only by ``reduce_samples``: no other
+    method may then read values of samples, such as ``clients.loss`` or ``clients.full_gradient``.
+    """
 
     reads_evaluated: ClassVar[bool] = False
     """Whether it reads ``clients.evaluated``, which sites are sent only then."""
@@ -260,8 +269,15 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         """
         return None
 
+    @property
+    def clients_draw_from(self) -> int | Literal["secret"] | None:
+        """Return the source of :meth:`Clients.private_generator` and :meth:`private_generator`, as
+        in ``draws_from``. Participants are drawn from the seed.
+        """
+        return None
+
     _declared: dict[str, Declaration]
-    _bound_transaction: Staging | None
+    _bound_transaction: Any
     _bound_run: RunBinding | None
     _bound_assigned: Assigned | None
 
@@ -274,9 +290,7 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
 
     @classmethod
     def is_method(cls) -> bool:
-        """Return whether a run is named after it, because it neither only measures nor only
-        simulates.
-        """
+        """Whether a run is named after it, because it neither only measures nor only simulates."""
         return cls.role == "method"
 
     @property
@@ -354,7 +368,7 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         return {name: declaration.of(self) for name, declaration in declarations.items()}
 
     @property
-    def _transaction(self) -> Staging:
+    def _transaction(self) -> Any:
         if self._bound_transaction is None:
             raise RuntimeError(
                 f"{type(self).__name__}'s declared state can only be read during a run"
@@ -379,6 +393,17 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         """
         return self._keyed("method: " + purpose, *counters)
 
+    def private_generator(self, purpose: str, *counters: int) -> np.random.Generator:
+        """Return random numbers that no reader of the run can compute, such as coins of samples.
+
+        They are keyed by (secret, purpose, counters), or by the seed that ``clients_draw_from``
+        gives. For noise use :meth:`Clients.private_generator`.
+        """
+        key = self._run.secret
+        if key is None:
+            raise RuntimeError(f"{type(self).__name__} draws from no secret: see clients_draw_from")
+        return drawn_from(key, purpose, *counters)
+
     def steps_of(self, client: int, epochs: float) -> int:
         """Return the local steps of so many epochs of a client, for use in :meth:`steps`."""
         steps_of = self._run.steps_of
@@ -396,12 +421,19 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         """Return entries of the run's card, besides the arguments; called when rounds begin."""
         return {}
 
+    def announced(self) -> str:
+        """Return a line that is printed when rounds begin; empty if there is none."""
+        return ""
+
+    def pictures(self) -> dict[str, Figure]:
+        """Return figures by name: ``NAME.png`` in the run's folder, and TensorBoard's images."""
+        return {}
+
     def local_batch(self, client: int, batch: Any) -> Any:
         """One owner. Return the batch that a client trains on instead of its own.
 
         The batch that is returned is used in local steps and full gradients.
         """
-        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def select(self, server: Server, available: Tensor, n: int) -> Tensor | Sequence[int]:
         """One owner. Choose who takes part: return ``n`` distinct ids of ``available``, in any
@@ -412,7 +444,6 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         are checkpointed. A round in which no client is available has no participants, without a
         call.
         """
-        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def steps(self, t: int, ids: Tensor) -> Tensor | Sequence[int]:
         """One owner. Return K_i of each client of ``ids`` ``(k,)`` in round t, integers of at least
@@ -422,7 +453,6 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         :meth:`steps_of`. ``ids`` is int64, on the CPU. The hook is called whenever the value is
         needed, also before the round. ``local_epochs`` and ``local_steps`` are then ignored.
         """
-        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def on_layout(self, layout: Layout) -> None:
         """Called before all other hooks, once the model is known, and after a resume.
@@ -441,7 +471,6 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         ``server.sent(parameters=…, bytes=…)`` to say how much each participant is sent instead of D
         numbers.
         """
-        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def on_local_start(self, clients: Clients) -> None:
         """Change or assign ``clients.x`` ``(n, D)``, from which the clients start."""
@@ -451,7 +480,6 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
 
         Called in each pass of local training, for those of ``taps`` that are outputs.
         """
-        raise NotImplementedError  # called only on a callback that overrides it
 
     def local_loss(
         self, clients: Clients, loss: Tensor, seen: dict[str, Any], batch: Any
@@ -464,7 +492,28 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         The changed loss is used for every gradient: at a perturbed point, and in
         ``clients.gradient_at`` and ``clients.full_gradient``.
         """
-        raise NotImplementedError  # called only on a callback that overrides it
+
+    def step_samples(self, client: int, t: int, steps: int) -> Iterable[Sequence[int]]:
+        """One owner. Choose each local step's samples: yield their positions, for ``steps`` steps.
+
+        A position counts among the client's N_i samples, as the data's ``client_indices`` orders
+        them. A step may take no sample. Draw from :meth:`generator` or :meth:`private_generator`.
+        """
+        raise NotImplementedError  # a run calls only the one callback that overrides this hook
+
+    def reduce_samples(self, clients: Clients, gradients: Tensor) -> Tensor:
+        """One owner. Reduce the gradients ``(n, b, D)`` of b of a step's samples to ``(n, D)``.
+
+        A step's samples may come in several parts, whose results the run adds up. The sum takes
+        the place of the loss gradient, and is 0 if the step has no sample. A sample's gradient is
+        that of ``training_step`` on a batch of this one sample, without weight decay.
+        """
+        raise NotImplementedError  # a run calls only the one callback that overrides this hook
+
+    def on_samples_reduced(self, clients: Clients, total: Tensor) -> Tensor | None:
+        """One owner. Change the sum ``(n, D)`` of a step's parts, float64, in place or as a
+        result; no other hook has seen it.
+        """
 
     @may_take("gradient")
     def perturbation(self, clients: Clients) -> Tensor:
@@ -474,12 +523,9 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         taken before, with the same batch and random numbers. You may change and return
         ``gradient``. Its memory is reused, so copy values that you need later.
         """
-        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def on_loss_gradient(self, clients: Clients, gradient: Tensor) -> Tensor | None:
-        """One owner. Mix the loss gradient ``(n, D)`` with others, in place or as a new tensor
-        that you return.
-        """
+        """One owner. Mix the loss gradient ``(n, D)`` with others, in place or as a result."""
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> Tensor | None:
         """Add a correction to the gradient ``(n, D)``, in place or as a new tensor that you
@@ -506,7 +552,6 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
 
         ``clients.elapsed`` sums the rates that were used; ``clients.lr`` stays the round's.
         """
-        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def on_local_step_end(self, clients: Clients) -> None:
         """Called after the client optimizer's step."""
@@ -521,7 +566,6 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
 
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
         """One owner. Return the message ``(n, D)`` that clients send instead of x_{i,K} - w."""
-        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def encode(self, clients: Clients, update: Tensor) -> dict[str, NDArray[Any]]:
         """Return the message of one client as arrays by name, in the bytes that ``transmit``
@@ -530,7 +574,6 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         This hook is for a ``transmit`` owner that sends less than D numbers. ``encode`` does the
         same as ``transmit``, and if called after it returns the same message.
         """
-        raise NotImplementedError  # called only on a callback that overrides it
 
     def decode(self, arrays: dict[str, NDArray[Any]], round: int, client: int) -> Tensor:
         """Return a client's transmitted update ``(D,)``, from only the arrays of ``encode``.
@@ -538,7 +581,6 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         The result has the same bits. Values that are drawn from the seed are drawn again, and not
         sent.
         """
-        raise NotImplementedError  # called only on a callback that overrides it
 
     def on_updates(self, server: Server) -> None:
         """Change or assign ``server.updates`` ``(n, D)``, which the mean uses, too."""
@@ -550,7 +592,6 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         If you define ``aggregate(self, server, updates)``, the run gathers each participant's
         update ``(n, D)``, ascending by client, which is also ``server.updates``.
         """
-        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     @may_take("updates")
     def on_server_update(self, server: Server) -> None:
@@ -565,20 +606,30 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
 
         ``server.w`` is w^{t+1}, ``server.w_before`` w^t; before round 0 it is w^0.
         """
-        raise NotImplementedError  # a run calls only the one callback that overrides this hook
+
+    def neighbours(self, server: Server) -> Neighbourhood:
+        """One owner. Return who sends to whom in this round, and by which weights.
+
+        Called after the server's step, in every process with the same values, if a client finished.
+        Such a run has no server: w is the clients' mean, and each has a model of its own.
+        """
+
+    def on_exchange(self, clients: AfterExchange) -> None:
+        """Called for each client that finished, after it got its neighbours' values.
+
+        An :class:`Exchanged` is now what the client got. ``clients`` has ``ids``, ``round``,
+        ``layout``, ``w`` (the new one) and states as the client left them, but no ``x``. What it
+        writes is committed. An :class:`Upload` that it assigns can be read in ``on_round_end``.
+        """
 
     def on_round_end(self, server: Server) -> None:
-        """Called when the new w is set; staged rows can be read.
+        """Called when the new w is set; staged rows can be read, and changed in place.
 
         After this hook the round is logged, and all of it is committed at once.
         """
 
     def parts(self, layout: Layout) -> list[Part]:
-        """One owner. Return disjoint ``((D,) bool, period)``: which coordinates are averaged when.
-
-        ``period`` is in rounds; None: never.
-        """
-        raise NotImplementedError  # a run calls only the one callback that overrides this hook
+        """One owner. Disjoint ``((D,) bool, period in rounds or None: never)`` of averages."""
 
     def personal(self, clients: Clients) -> Tensor:
         """One owner. Return the model ``(n, D)`` that a client uses itself after a round.
@@ -587,4 +638,3 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         have finished a round; the others use w. ``clients`` has ``ids``, ``w``, ``x`` (w with the
         client's kept parts), ``sizes``, ``round``, ``layout`` and committed rows.
         """
-        raise NotImplementedError  # a run calls only the one callback that overrides this hook

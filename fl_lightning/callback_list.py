@@ -32,6 +32,9 @@ OWNED = {
     "select": "who takes part",
     "steps": "how many steps clients take",
     "broadcast": "what clients get as w",
+    "step_samples": "which samples a step takes",
+    "reduce_samples": "what is made of single samples' gradients",
+    "on_samples_reduced": "what is made of their sum",
     "perturbation": "where the gradient is taken",
     "on_loss_gradient": "how the loss gradient is mixed",
     "precondition": "in which direction clients step",
@@ -40,6 +43,7 @@ OWNED = {
     "local_batch": "what clients train on",
     "transmit": "what clients send",
     "aggregate": "how updates are combined",
+    "neighbours": "who the clients' neighbours are",
     "evaluated": "what is evaluated",
     "parts": "which part is averaged when",
     "trained": "what clients train",
@@ -56,10 +60,17 @@ SHARED = (
     "on_local_end",
     "on_updates",
     "on_server_update",
+    "on_exchange",
     "on_round_end",
 )
 LOOKING = ("local_output", "local_loss")
+# Hooks that are called in the order of the callbacks' ``order``.
+IN_ORDER = (
+    *("on_local_start", "on_local_gradient", "on_local_step_end"),
+    *("on_updates", "on_server_update"),
+)
 IN_STEPS = (
+    *("reduce_samples", "on_samples_reduced"),
     *("perturbation", "on_loss_gradient", "on_local_gradient"),
     *("precondition", "on_direction", "step_rate", "on_local_step_end"),
     *LOOKING,
@@ -103,7 +114,6 @@ class CallbackList:
         for callback in self.callbacks:
             refuse_misspelt_hooks(callback)
             refuse_other_arguments(callback, FederatedCallback, (*SHARED, *OWNED))
-            refuse_inference_mode(callback)
         # Callbacks that change updates for the clients come before those that work at the server.
         # Callbacks that keep coordinates at rest come after all that move them.
         ordered = sorted(self.callbacks, key=lambda c: c.order)
@@ -112,7 +122,7 @@ class CallbackList:
         self._hooks: dict[str, list[Callable[..., Any]]] = {}
         for hook in SHARED:
             in_order = self.callbacks
-            if hook in ("on_local_gradient", "on_local_step_end", "on_updates", "on_server_update"):
+            if hook in IN_ORDER:
                 in_order = ordered
             if hook == "on_local_end":
                 in_order = ending
@@ -123,11 +133,7 @@ class CallbackList:
         for hook, decision in OWNED.items():
             owners = [c for c in self.callbacks if c.has(hook)]
             if len(owners) > 1:
-                both = " and ".join(type(c).__name__ for c in owners)
-                raise UserError(
-                    f"method: {both} both decide {decision} (the hook `{hook}`), but only one "
-                    "callback of a run may do that. Keep one of them."
-                )
+                raise _both_decide(owners, f"{decision} (the hook `{hook}`)")
             if owners:
                 self._owners[hook] = getattr(owners[0], hook)
                 self._owned_by[hook] = owners[0]
@@ -138,6 +144,7 @@ class CallbackList:
         self._declare()
         for callback in self.callbacks:
             self._refuse_companions(callback)
+        self._refuse_batches()
         partial_training.check_companions(self.callbacks)
         if layout is not None:
             self.lay_out(layout)
@@ -157,7 +164,6 @@ class CallbackList:
                 self.declared[declaration.key(callback)] = declaration
 
     def lay_out(self, layout: Layout) -> None:
-        """Give the callbacks the model's layout, on which the shape of their states may depend."""
         for told in self._hooks["on_layout"]:
             told(layout)
         self._declare()
@@ -168,12 +174,22 @@ class CallbackList:
         A state is silent if it does not declare how partial averaging affects it.
         """
         name = type(callback).__name__
+        there = {type(other).__name__ for other in self.callbacks}
+        for needed in callback.needs_callbacks:
+            if needed not in there:
+                raise UserError(
+                    f"method: {name} needs {needed}, which this run does not have. Add it: "
+                    f"--method+={needed}."
+                )
         for companion, why in callback.cannot_run_with.items():
             for other in self.callbacks:
                 if companion in (*SHARED, *OWNED):
-                    meant = other.has(companion)
+                    meant = other.has(companion) and other.role != "measurement"
                 elif companion == "moves_start":
                     meant = other.has("on_local_start") and other.moves_start
+                elif companion in ("ServerState", "Upload"):
+                    kinds = {type(each).__name__ for each in other.declarations().values()}
+                    meant = other.is_method() and companion in kinds
                 else:
                     meant = type(other).__name__ == companion
                 if other is not callback and meant:
@@ -185,17 +201,24 @@ class CallbackList:
             return
         # If parts are not averaged, the run evaluates the mean of the clients' parts.
         if callback.has("evaluated"):
-            parts = type(self._owned_by["parts"]).__name__
-            raise UserError(
-                f"method: {name} and {parts} both decide {OWNED['evaluated']}, but only one "
-                "callback of a run may do that. Keep one of them."
-            )
+            raise _both_decide([callback, self._owned_by["parts"]], OWNED["evaluated"])
         for declared in callback.declarations().values():
             if declared.synchronised is None:
                 raise UserError(
                     f"method: {declared.key(callback)} does not say how partial averaging affects "
                     "it, so the two cannot run together. Declare synchronised=True (on parts that "
                     "are not averaged its values stay as they are) or False."
+                )
+
+    def _refuse_batches(self) -> None:
+        """Refuse hooks that need a step's whole batch, where a method takes its samples."""
+        name = self.reduced_by
+        for other in self.callbacks if name else ():
+            if other.has("perturbation") or looks(other):
+                raise UserError(
+                    f"method: {name} and {type(other).__name__} cannot run together: "
+                    f"{type(other).__name__} computes with a step's whole batch, but {name} takes "
+                    "the gradient of each sample. Keep one of them."
                 )
 
     def notes(self, run: RunFacts) -> list[str]:
@@ -223,7 +246,6 @@ class CallbackList:
         return texts
 
     def on_gradient(self, hooks: Sequence[str]) -> list[Callable[..., Any]]:
-        """Return these hooks of gradients, in order."""
         found: list[Callable[..., Any]] = []
         for hook in hooks:
             found += [self._owners[hook]] if hook in self._owners else self._hooks.get(hook, [])
@@ -238,7 +260,8 @@ class CallbackList:
         """From now on let declared state read and write this round's transaction."""
         self._transaction = transaction
         transaction.measuring = self.measuring
-        self.bind_run(RunBinding(transaction.round.seed, transaction.round.steps_of))
+        round = transaction.round
+        self.bind_run(RunBinding(round.seed, round.steps_of, round.noise_of_clients))
         for callback in self.callbacks:
             vars(callback)["_bound_transaction"] = transaction
 
@@ -252,7 +275,6 @@ class CallbackList:
 
     @contextmanager
     def telling(self, assigned: Assigned | None) -> Iterator[None]:
-        """As :meth:`tell`, but only within this context; None: as before."""
         before = self._assigned
         self.tell(before if assigned is None else assigned)
         try:
@@ -286,16 +308,14 @@ class CallbackList:
                 returned = hook(subject, *more)
         except RuntimeError as error:
             raise _explained(hook, lent, error) from error
-        if isinstance(returned, Tensor) and returned.is_inference():
-            raise _in_inference_mode(hook)
-        if [tensor._version for _, tensor in lent] != versions:
-            raise _changed(hook, lent, versions)
+        for (name, tensor), version in zip(lent, versions, strict=True):
+            if tensor._version != version:
+                raise _changed_vector(hook, name)
         if self._transaction is not None and (key := self._transaction.changed_by_clients()):
             raise _changed_state(hook, key)
         return returned
 
     def run(self, hook: str, argument: Any) -> None:
-        """Call a hook that returns nothing, on every callback that has it."""
         for call in self._hooks[hook]:
             checked_nothing(call, self.call(call, argument, *self.asked(call, argument)))
 
@@ -308,10 +328,7 @@ class CallbackList:
         return (getattr(subject, value),)
 
     def end_round(self, server: Any, finished: bool) -> None:
-        """Call ``on_round_end`` of all callbacks.
-
-        If no client ``finished``, only callbacks with ``every_round`` get the call.
-        """
+        """Call ``on_round_end``; if no client ``finished``, only with ``every_round``."""
         if finished:
             self.run("on_round_end", server)
             return
@@ -357,7 +374,6 @@ class CallbackList:
         return checked
 
     def name_of_owner(self, hook: str) -> str:
-        """Return the name of the class that owns a hook."""
         return type(self._owned_by[hook]).__name__
 
     @property
@@ -379,10 +395,7 @@ class CallbackList:
 
     @property
     def move_starts(self) -> bool:
-        """Return whether a method may let clients start from a point other than w.
-
-        Parts that clients keep as their own do not count.
-        """
+        """Whether a method may let clients start elsewhere than at w (kept parts aside)."""
         return any(c.moves_start for c in self.callbacks if c.has("on_local_start"))
 
     @property
@@ -392,12 +405,31 @@ class CallbackList:
 
     @property
     def draws_from(self) -> int | Literal["secret"] | None:
-        """Return the source of a private run's draws: its secret or a seed; else None."""
         return next((c.draws_from for c in self.callbacks if c.draws_from is not None), None)
 
     @property
+    def clients_draw_from(self) -> int | Literal["secret"] | None:
+        sources = (c.clients_draw_from for c in self.callbacks)
+        return next((source for source in sources if source is not None), None)
+
+    @property
+    def reduced_by(self) -> str:
+        """Return the callback that takes the gradients of single samples; empty: none."""
+        owner = self._owned_by.get("reduce_samples")
+        return "" if owner is None else type(owner).__name__
+
+    @property
+    def samples_at_once(self) -> int | None:
+        owner = self._owned_by.get("reduce_samples")
+        return None if owner is None else owner.samples_at_once
+
+    @property
+    def protects_samples(self) -> str:
+        """Return the callback that protects the clients' samples; empty: none."""
+        return next((type(c).__name__ for c in self.callbacks if c.protects_samples), "")
+
+    @property
     def look(self) -> str:
-        """Return the first callback that reads outputs of modules; empty if there is none."""
         for callback in self.callbacks:
             if looks(callback):
                 return type(callback).__name__
@@ -405,12 +437,10 @@ class CallbackList:
 
     @property
     def gathering(self) -> list[str]:
-        """Return the names of callbacks that take all updates of a round together."""
         return [type(c).__name__ for c in self.callbacks if c.asks_for("updates")]
 
     @property
     def measuring(self) -> set[str]:
-        """Return the names of callbacks that only measure."""
         return {type(c).__name__ for c in self.callbacks if c.role == "measurement"}
 
     @property
@@ -423,12 +453,10 @@ class CallbackList:
 
     @property
     def reads_loss(self) -> bool:
-        """Return whether a callback reads the mean loss of a client's local steps."""
         return any(c.asks_for("loss") for c in self.callbacks)
 
     @property
     def start_from_w0(self) -> bool:
-        """Return whether a state starts from w^0, so that w^0 has to be kept."""
         return any(getattr(d, "initial", None) == "initial_model" for d in self.declared.values())
 
     def going_up(self) -> dict[str, Declaration]:
@@ -452,7 +480,6 @@ class CallbackList:
         return ""
 
     def fingerprint(self) -> dict[str, str]:
-        """Return stateful callbacks and their arguments, to compare with a checkpoint's."""
         return {type(c).__name__: arguments(c) for c in self.callbacks if c.declarations()}
 
     def stateless(self) -> str:
@@ -470,13 +497,11 @@ class CallbackList:
         return ", ".join(sorted(texts)) or "none"
 
     def title(self) -> str:
-        """Return the methods' names, without callbacks that only measure or simulate."""
         names = [c.title or type(c).__name__ for c in self.callbacks if c.is_method()]
         return " + ".join(names) or "FedAvg"
 
 
 def looks(callback: FederatedCallback) -> bool:
-    """Return whether a callback reads the outputs of the learner's modules."""
     return bool(callback.taps) or any(callback.has(hook) for hook in LOOKING)
 
 
@@ -492,34 +517,18 @@ def refuse_misspelt_hooks(callback: FederatedCallback) -> None:
             )
 
 
-def refuse_inference_mode(callback: FederatedCallback) -> None:
-    """Refuse a hook under ``@torch.inference_mode()``: its tensors cannot be used after it."""
-    for name in (*SHARED, *OWNED):
-        function = getattr(callback, name) if callback.has(name) else None
-        while function is not None:
-            cells = getattr(function, "__closure__", None) or ()
-            for cell in cells:
-                context = getattr(cell.cell_contents, "__self__", cell.cell_contents)
-                if isinstance(context, torch.inference_mode) and context.mode:
-                    raise _in_inference_mode(getattr(callback, name))
-            function = getattr(function, "__wrapped__", None)
-
-
 def checked_nothing(call: Callable[..., Any], returned: object) -> None:
-    """Refuse a value that a hook returned, if the hook returns none."""
     if returned is not None:
         raise _returned(call, returned, "nothing")
 
 
 def checked_rows(call: Callable[..., Any], returned: object, like: Tensor) -> Tensor:
-    """Return the result of a hook, which has to be a tensor with the shape of ``like``."""
     if not isinstance(returned, Tensor) or returned.shape != like.shape:
         raise _returned(call, returned, f"a tensor of shape {tuple(like.shape)}")
     return returned
 
 
 def checked_loss(call: Callable[..., Any], returned: object, like: Tensor) -> Tensor:
-    """Return the result of ``local_loss``, which has to be one number."""
     if not isinstance(returned, Tensor) or returned.numel() != 1:
         raise _returned(call, returned, "the loss, a scalar tensor")
     return returned.reshape(like.shape)
@@ -552,12 +561,12 @@ def checked_steps(name: str, returned: Any, t: int, ids: Sequence[int]) -> list[
     return [int(k) for k in steps]
 
 
-def _changed(
-    call: Callable[..., Any], lent: Sequence[tuple[str, Tensor]], versions: Sequence[int]
-) -> UserError:
-    pairs = zip(lent, versions, strict=True)
-    name = next(name for (name, tensor), version in pairs if tensor._version != version)
-    return _changed_vector(call, name)
+def _both_decide(callbacks: Sequence[FederatedCallback], what: str) -> UserError:
+    both = " and ".join(type(callback).__name__ for callback in callbacks)
+    return UserError(
+        f"method: {both} both decide {what}, but only one callback of a run may do that. Keep one "
+        "of them."
+    )
 
 
 def _changed_vector(call: Callable[..., Any], name: str) -> UserError:
@@ -569,20 +578,10 @@ def _changed_vector(call: Callable[..., Any], name: str) -> UserError:
     )
 
 
-def _in_inference_mode(call: Callable[..., Any]) -> UserError:
-    return UserError(
-        f"method: {getattr(call, '__qualname__', call)} computes in torch.inference_mode(), and "
-        "torch does not let the run change such tensors afterwards. Remove it: hooks run without "
-        "gradients anyway. Use torch.no_grad() inside a hook that turned gradients on."
-    )
-
-
 def _explained(
     call: Callable[..., Any], lent: Sequence[tuple[str, Tensor]], error: RuntimeError
 ) -> RuntimeError | UserError:
-    """Return the error of a hook; a UserError if torch's message has neither cause nor remedy."""
-    if "nference tensor" in str(error):
-        return _in_inference_mode(call)
+    """Return the error of a hook; a UserError if it changed a start that is w itself."""
     # If several clients start at w, each row of `start` is w itself, and torch refuses to change
     # it.
     starts = [tensor for name, tensor in lent if name == "clients.start"]

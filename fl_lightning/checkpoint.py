@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,49 +16,23 @@ from fl_lightning.callback_list import CallbackList
 from fl_lightning.client import run_optimizers
 from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.errors import UserError
-from fl_lightning.learner.layout import all_finite
+from fl_lightning.introspection.init_args import NotKnown, described_object, settings_of
 from fl_lightning.round.global_model import GlobalModel, set_buffers
 from fl_lightning.storage.client_rows import ClientRows
-from fl_lightning.storage.columns import (
-    chosen_read,
-    chosen_written,
-    sent_read,
-    sent_written,
-    versions_read,
-    versions_written,
-)
 from fl_lightning.storage.lock import RunLock, held_by_all
-from fl_lightning.storage.pickled_objects import is_plain
-from fl_lightning.storage.rows_on_disk import KEY, RowsOnDisk, find_folder, index_read
+from fl_lightning.storage.rows_on_disk import KEY, RowsOnDisk, find_folder
 from fl_lightning.storage.run_state import RunState, Versions
-from fl_lightning.storage.schema import (
-    ANYTHING,
-    COUNT,
-    LIST,
-    NUMBER,
-    TENSOR,
-    TEXT,
-    check_alike,
-    check_like,
-    damaged,
-    each,
-    entry,
-    is_number,
-    maybe,
-    number_type,
-    record,
-    texts,
-    that,
-    values,
-    written,
-)
 from fl_lightning.storage.secret import Secret
 from fl_lightning.storage.segments import Index
 
 VERSION = 1  # version of the run's part of a checkpoint
-NO_COSTS = torch.zeros(0, dtype=torch.int64)
+# Settings of the data that may change at a resume: where files lie and how they are read.
+FREE = ("root", "download", "num_workers", "pin_memory", "eval_batch_size", "cache_dir")
+# Files may move to another folder, but another file name means another file.
+FILES = ("path", "file", "test", "val", "folder", "data_dir", "tokenizer")
+# If no value is given, the run's seed and the partition's hash decide these.
+BY_HASH = ("partition", "seed")
 Difference = tuple[str, Any, Any]  # name of a setting, its value then, its value now
-VALUE = that(lambda value: isinstance(value, Tensor) and value.numel() == 1)
 
 
 @dataclass
@@ -78,8 +51,17 @@ class Identity:
     partition: str
 
     @classmethod
-    def of(cls, seed: int, arguments: dict[str, str], methods: CallbackList, data: Any) -> Identity:
-        """Return a run's identity; arguments of data and methods are added to ``arguments``."""
+    def of(
+        cls,
+        seed: int,
+        arguments: dict[str, str],
+        methods: CallbackList,
+        data: Any,
+        learner: Mapping[str, Any],
+    ) -> Identity:
+        """Return a run's identity; arguments of data and methods are added to ``arguments``, and
+        those of a ``learner`` that a config describes.
+        """
         of_data = {
             "batch_size": repr(getattr(data, "batch_size", None)),
             "biases": repr([(type(b).__name__, vars(b)) for b in getattr(data, "biases", ())]),
@@ -87,7 +69,12 @@ class Identity:
             "labels": str(getattr(data, "label_hash", "")),
         }
         partition = str(getattr(data, "partition_hash", ""))
-        compared = {**arguments, **of_data, "methods without state": methods.stateless()}
+        if data is not None:
+            with suppress(NotKnown):
+                of_data |= settings_of("data", _same_data(described_object(data)[0]))
+        of_learner = settings_of("model.learner", learner) if learner else {}
+        compared = {**arguments, **of_data, **of_learner}
+        compared["methods without state"] = methods.stateless()
         return cls(seed, compared, methods.fingerprint(), partition)
 
     def check_same(self, held: SavedRun) -> None:
@@ -104,7 +91,6 @@ class Identity:
             raise other_settings(differing)
 
     def differing(self, then: SavedRun | Identity) -> list[Difference]:
-        """Return the arguments and methods that differ."""
         # A checkpoint has these entries only if the run used them.
         unsaid = {"client_scheduler": "ignore", "asynchronous": "None", "accumulate": "1"}
         one, other = {**unsaid, **then.arguments}, {**unsaid, **self.arguments}
@@ -120,19 +106,29 @@ class Identity:
         return [each for each in found if each[1] != each[2]]
 
 
+def _same_data(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the data's config without settings that change no result, and files by their names."""
+    kept = {}
+    for name, value in config["init_args"].items():
+        if name in FILES and isinstance(value, str):
+            kept[name] = Path(value).name
+        elif name not in FREE and not (name in BY_HASH and value is None):
+            kept[name] = value
+    return {**config, "init_args": kept}
+
+
 def single_numbers(metrics: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the metrics that are one number; callbacks may put anything else among them."""
     numbers = {}
     for name, value in metrics.items():
         if isinstance(value, float):
             numbers[name] = torch.tensor(value, dtype=torch.float64)
-        elif is_number(value) or (isinstance(value, Tensor) and value.numel() == 1):
+        elif isinstance(value, int) or (isinstance(value, Tensor) and value.numel() == 1):
             numbers[name] = torch.as_tensor(value).detach().cpu()
     return numbers
 
 
 def other_settings(differing: Sequence[Difference]) -> UserError:
-    """Return the error about other settings in a resume."""
     shown = "; ".join(f"{name}: {then} then, {now} now" for name, then, now in differing[:4])
     return UserError(
         f"the checkpoint is of a run with other settings ({shown}), so resuming would mix "
@@ -166,18 +162,14 @@ class SavedRun:
     """The run's part of a checkpoint: it is written, checked and read back by this class.
 
     Args:
-        rounds: number of committed rounds.
-        logged: the metrics of the last committed round.
         versions: models and buffers from which clients of an asynchronous run are still training.
         chosen: the participants by round, if a method chose them.
         w: the server's model, if another model is evaluated; None: the checkpoint's weights are w.
         w0: w^0, if a state starts from it.
         buffers: buffers that the checkpoint's ``state_dict`` does not have.
-        server: server states by key.
         clients: the segment of each client row; ``folders``: the folders of the segments.
         arguments, methods, partition: as in :class:`Identity`. The partition is that of the rows,
             because a fit on other data, which is refused, may also save a checkpoint.
-        engine: the plan of how clients are trained.
         secret: the name of the run's secret; empty if it has none.
         sent: the last round in which each client was sent w, if a method depends on it.
         monitored: the Trainer's ``callback_metrics``, which an epoch without validation reads.
@@ -185,30 +177,27 @@ class SavedRun:
             ``base_costs``: costs by round and weight; ``base_kinds``: shape and dtype by name.
     """
 
-    version: int = entry(COUNT, VERSION)
-    seed: int = entry(COUNT)
-    rounds: int = entry(COUNT)
-    logged: dict[str, float] = entry(each(NUMBER), {})
-    versions: Versions = entry(versions_read, {}, versions_written)
-    chosen: dict[int, tuple[int, ...]] = entry(chosen_read, {}, chosen_written)
-    w: Any = entry(ANYTHING)  # `check_vector` compares it with the run's vector
-    w0: Tensor | None = entry(maybe(TENSOR))
-    buffers: dict[str, Tensor] = entry(each(TENSOR))
-    server: dict[str, Tensor] = entry(each(TENSOR))
-    clients: Index = entry(index_read)
-    folders: list[str] = entry(texts)
-    arguments: dict[str, str] = entry(each(TEXT))
-    methods: dict[str, str] = entry(each(TEXT))
-    partition: str | None = entry(maybe(TEXT))
-    engine: EnginePlan | None = entry(
-        EnginePlan.from_dict, write=lambda plan: None if plan is None else plan.as_dict()
-    )
-    secret: str = entry(TEXT, "")
-    sent: dict[int, int] = entry(sent_read, {}, sent_written)
-    monitored: dict[str, Tensor] = entry(each(VALUE), {})
-    base: dict[str, Tensor] = entry(each(TENSOR), {})
-    base_costs: Tensor = entry(TENSOR, NO_COSTS)
-    base_kinds: dict[str, str] = entry(each(TEXT), {})
+    seed: int
+    rounds: int
+    logged: dict[str, float]
+    versions: Versions
+    chosen: dict[int, tuple[int, ...]]
+    w: Tensor | None
+    w0: Tensor | None
+    buffers: dict[str, Tensor]
+    server: dict[str, Tensor]
+    clients: Index
+    folders: list[str]
+    arguments: dict[str, str]
+    methods: dict[str, str]
+    partition: str | None
+    engine: EnginePlan | None
+    secret: str
+    sent: dict[int, int]
+    monitored: dict[str, Tensor]
+    base: dict[str, Tensor]
+    base_costs: list[list[int]]
+    base_kinds: dict[str, str]
 
     @classmethod
     def of(
@@ -234,8 +223,8 @@ class SavedRun:
             seed=identity.seed,
             rounds=state.rounds,
             logged=state.logged,
-            versions=state.versions,
-            chosen=state.chosen,
+            versions={v: (w, dict(buffers)) for v, (w, buffers) in state.versions.items()},
+            chosen=dict(state.chosen),
             w=None if committed.evaluated is None else committed.w.clone(),
             w0=state.initial_vector,
             buffers={name: value for name, value in buffers if name not in named},
@@ -250,22 +239,15 @@ class SavedRun:
             sent=dict(state.sent),
             monitored=single_numbers(trainer.callback_metrics),
             base={} if state.base is None else state.base.kept(),
-            base_costs=NO_COSTS if state.base is None else torch.tensor(state.base.costs),
+            base_costs=[] if state.base is None else state.base.costs,
             base_kinds={} if state.base is None else state.base.kinds(),
         )
 
     def entries(self) -> dict[str, Any]:
-        """Return the file's entries; those that a run does not use are left out."""
-        held = written(self)
-        if not self.sent:
-            del held["sent"]
-        if not self.base_kinds:
-            for name in ("base", "base_costs", "base_kinds"):
-                del held[name]
-        return {k: v for k, v in held.items() if k not in ("versions", "secret") or v}
+        plan = None if self.engine is None else self.engine.as_dict()
+        return {"version": VERSION, **vars(self), "engine": plan}
 
     def without_optimizers(self) -> SavedRun:
-        """Return it without the rows of the clients' optimizers."""
         clients = {k: v for k, v in self.clients.items() if not k.startswith("optimizer.")}
         return replace(self, clients=clients)
 
@@ -275,14 +257,11 @@ class SavedRun:
         """Return the run's state, whose rows are read when needed; also set w and the buffers.
 
         Raises:
-            UserError: rows are missing at the checkpoint's place, or models have other shapes.
+            UserError: rows are missing at the checkpoint's place.
         """
         if self.clients:
             rows.store.load(self.clients, find_folder(ckpt_path, self.folders, self.clients))
         w = model.w.detach()
-        check_alike(self.buffers, model.buffers(), f"{KEY}.buffers")
-        if self.w0 is not None:
-            check_vector(self.w0, w)
         if self.w is None:
             # A model that was trained before may have evaluated another one than w, and then
             # Lightning has loaded the weights into that one.
@@ -290,12 +269,9 @@ class SavedRun:
         else:
             # Under partial averaging the weights loaded by name are the evaluated model. The
             # checkpoint holds w separately.
-            check_vector(self.w, w)
             model.move_to(self.w, w.clone(), self.buffers)
         versions: Versions = {}
         for number, (vector, buffers) in self.versions.items():
-            check_vector(vector, w)
-            check_alike(buffers, model.buffers(), f"{KEY}.versions.{number}")
             here = {name: value.to(w.device) for name, value in buffers.items()}
             versions[number] = vector.to(w.device), here
         return RunState(
@@ -310,23 +286,11 @@ class SavedRun:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LightningsPart:
-    """The entries of a checkpoint that Lightning restores in a fit."""
-
-    epoch: int = entry(COUNT)
-    global_step: int = entry(COUNT)
-    loops: dict[str, Any] = entry(each(ANYTHING))
-    callbacks: dict[str, Any] = entry(each(ANYTHING), {})
-    optimizer_states: list[Any] = entry(LIST)
-    lr_schedulers: list[Any] = entry(LIST)
-
-
-def resumed(saved: dict[str, Any], trainer: Any) -> SavedRun:
-    """Return the run's part of a checkpoint to resume from; Lightning's part is checked, too.
+def resumed(saved: dict[str, Any]) -> SavedRun:
+    """Return the run's part of a checkpoint to resume from.
 
     Raises:
-        UserError: it names the first value that no run would have written.
+        UserError: there is none, or it holds weights only.
     """
     held = federated_part(saved)
     if "optimizer_states" not in saved:
@@ -334,59 +298,19 @@ def resumed(saved: dict[str, Any], trainer: Any) -> SavedRun:
             "ckpt_path: the checkpoint holds weights only (save_weights_only=True), so it cannot "
             "be resumed. To start from its weights, give it as model.init_from."
         )
-    lightnings = record(LightningsPart)(saved, "")
-    check_like(
-        lightnings.loops.get("fit_loop"), trainer.fit_loop.state_dict(), "loops.fit_loop", _as_loops
-    )
-    for callback in vars(trainer)["callbacks"]:
-        _check_callback(lightnings.callbacks.get(getattr(callback, "state_key", "")), callback)
     return held
 
 
-def _check_callback(state: Any, callback: Any) -> None:
-    """Refuse a state that a callback of Lightning or of this package cannot load.
-
-    Callbacks by others raise their own errors.
-    """
-    home = type(callback).__module__.split(".")[0]
-    if state is None or home not in ("pytorch_lightning", "lightning", "fl_lightning"):
-        return
-    # Try it on copies of both, so that a refusal leaves the callback unchanged.
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            copy.copy(callback).load_state_dict(copy.deepcopy(state))
-    except Exception:  # a callback may raise any error here
-        raise damaged(f"callbacks.{type(callback).__name__}") from None
-
-
-def check_optimizer(
+def keep_settings(
     held: list[Any], optimizer: Optimizer, then: str, note: Callable[[str], None]
 ) -> None:
-    """Refuse a state that the server optimizer could not load, or with which it could not step.
-
-    If the run goes on with other settings of the server optimizer, these take the place of the
-    checkpoint's in ``held``, from which Lightning will load them.
+    """Let the run's settings of the server optimizer take the place of other ones in ``held``, the
+    checkpoint's states of optimizers, which Lightning loads next.
 
     Args:
         then: the account of the checkpoint's server optimizer.
-
-    Raises:
-        UserError: it names the place of the state.
     """
-    place = "optimizer_states"
     fresh = optimizer.state_dict()
-    own = fresh["param_groups"]
-    shape = optimizer.param_groups[0]["params"][0].shape
-
-    def fits(value: Any) -> bool:
-        if isinstance(value, Tensor):
-            return not value.is_complex() and (value.numel() == 1 or value.shape == shape)
-        return not isinstance(value, (str, list, Mapping))
-
-    if len(held) != 1 or not isinstance(held[0], Mapping):
-        raise damaged(place)
-    each(each(that(fits), ANYTHING), ANYTHING)(held[0].get("state"), f"{place}.state")
     now = run_optimizers.account(optimizer)
     if run_optimizers.differing("server_optimizer", then, now):
         if run_optimizers.state_fits(then, now):
@@ -397,38 +321,6 @@ def check_optimizer(
                 "does not fit, so the server's optimizer begins anew"
             )
         held[0] = fresh
-    groups = held[0].get("param_groups")
-    if not isinstance(groups, list) or len(groups) != len(own):
-        raise damaged(f"{place}.param_groups")
-    for group, of_run in zip(groups, own, strict=True):
-        each(ANYTHING)(group, f"{place}.param_groups")
-        # Optimizers have different options in different versions of torch, so a missing option is
-        # not an error. But an optimizer cannot take a step without its numbers and lists.
-        needed = {}
-        for name, option in of_run.items():
-            if name in group or type(option) in (int, float, list):
-                needed[name] = option
-        check_like(group, needed, f"{place}.param_groups", _as_options)
-
-
-def check_states(held: Mapping[str, Tensor], declared: Mapping[str, Any], w: Tensor) -> None:
-    """Refuse server states whose shape or dtype differs from the methods' declarations."""
-    own = {key: declared[key].zeros(w) for key in held if key in declared}
-    check_alike(held, own, f"{KEY}.server")
-
-
-def _as_loops(held: Any, own: Any) -> bool:
-    """Return whether this fits a loop's state: a count of at least 0; for a float any number."""
-    if type(own) is float:
-        return is_number(held)
-    return type(held) is type(own) and (type(own) is not int or 0 <= held < 2**63)
-
-
-def _as_options(held: Any, own: Any) -> bool:
-    """Return whether this fits an optimizer's option; a number may have another numeric type."""
-    if type(own) in (int, float):
-        return (is_number(held) and abs(held) < 2**63) or isinstance(held, Tensor)
-    return type(held) is type(own)
 
 
 def begin_round_again(loops: dict[str, Any], rounds: int, interrupted: bool) -> None:
@@ -489,13 +381,11 @@ class CheckpointFolder:
             self._lock.use()
 
     def release(self) -> None:
-        """Let other processes write to the folder."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def tidy(self, rows: ClientRows) -> None:
-        """After the last round: keep on disk only what the checkpoints in the folder need."""
         if self._rows is not None:
             self._rows.tidy(rows)
 
@@ -509,7 +399,6 @@ class CheckpointFolder:
         plan: EnginePlan,
         secret: Secret,
     ) -> None:
-        """Add the run's part to a checkpoint, and write the files beside the checkpoint."""
         self._rows = self._rows or RowsOnDisk.of(trainer)
         named = saved["state_dict"]
         held = SavedRun.of(identity, state, model, named, plan, self._rows, secret, trainer)
@@ -535,18 +424,15 @@ def check_savable(trainer: Any) -> None:
 
 
 def with_hyper_parameters(saved: dict[str, Any], model: GlobalModel) -> None:
-    """Put the learner's hyper-parameters into a checkpoint, and plain ones of the data."""
+    """Put the learner's hyper-parameters into a checkpoint."""
     saved.update(model.hyper_parameters())
-    of_data = dict(saved.get("datamodule_hyper_parameters", {}))
-    plain = {name: value for name, value in of_data.items() if is_plain(value)}
-    saved["datamodule_hyper_parameters"] = plain
 
 
 def federated_part(checkpoint: dict[str, Any]) -> SavedRun:
     """Return the run's part of a checkpoint.
 
     Raises:
-        UserError: no federated run wrote the checkpoint, or it is damaged.
+        UserError: no federated run wrote the checkpoint, or another version of this package did.
     """
     held = checkpoint.get(KEY)
     if held is None:
@@ -554,47 +440,16 @@ def federated_part(checkpoint: dict[str, Any]) -> SavedRun:
             "ckpt_path: the checkpoint was not written by a federated run, so it cannot be "
             "resumed. To start from its weights, give it as model.init_from."
         )
-    # The version decides how the other entries are read.
-    version = values(SavedRun, held, KEY, ("version",)).get("version", VERSION)
-    if version > VERSION:
+    version = held.get("version")
+    if version != VERSION:
         raise UserError(
             f"ckpt_path: the checkpoint has version {version} of the format, and this "
-            f"fl-lightning reads up to {VERSION}. Resume with the newer fl-lightning that wrote "
-            "it."
+            f"fl-lightning reads {VERSION}. Resume with the fl-lightning that wrote it."
         )
-    return record(SavedRun)(held, KEY)
-
-
-def held_in(checkpoint: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Return some entries of the run's part, by name; empty for a checkpoint of another program.
-
-    Raises:
-        UserError: the checkpoint is damaged.
-    """
-    return values(SavedRun, checkpoint[KEY], KEY, names) if KEY in checkpoint else {}
+    entries = {name: value for name, value in held.items() if name != "version"}
+    return SavedRun(**{**entries, "engine": EnginePlan.from_dict(held["engine"])})
 
 
 def load_buffers(learner: Any, checkpoint: dict[str, Any]) -> None:
-    """Load the run's buffers that are not persistent, which a ``state_dict`` leaves out.
-
-    Raises:
-        UserError: the checkpoint is damaged.
-    """
-    buffers = held_in(checkpoint, "buffers").get("buffers", {})
-    check_alike(buffers, dict(learner.named_buffers()), f"{KEY}.buffers")
-    set_buffers(learner, buffers, ())
-
-
-def check_vector(held: Any, own: Tensor) -> None:
-    """Refuse a global vector that cannot be this run's."""
-    if (
-        not isinstance(held, Tensor)
-        or held.shape != own.shape
-        or number_type(held) != number_type(own)
-        or not all_finite(held)
-    ):
-        raise UserError(
-            "ckpt_path: the checkpoint is damaged: the server's model in it is not a finite "
-            f"vector of {own.numel()} numbers of {own.dtype}. Take another checkpoint, or start "
-            "anew."
-        )
+    """Load the run's buffers that are not persistent, which a ``state_dict`` leaves out."""
+    set_buffers(learner, checkpoint.get(KEY, {}).get("buffers", {}), ())

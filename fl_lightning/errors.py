@@ -9,6 +9,8 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
 
 
 class UserError(ValueError):
@@ -23,24 +25,12 @@ class CellError(UserError):
     """A cell of a table has to be corrected.
 
     Args:
-        place: the numbers of its column, counted from 1, and of its line.
+        place: the numbers of its column, counted from 1, and of its row.
     """
 
     def __init__(self, text: str, place: str = "") -> None:
         super().__init__(text)
         self.place = place
-
-
-class OtherNames(UserError):
-    """The columns or classes of a site's data have other names than the server's.
-
-    Args:
-        told: the error without names that the server does not have.
-    """
-
-    def __init__(self, text: str, told: str) -> None:
-        super().__init__(text)
-        self.told = told
 
 
 class WrongKind(UserError, TypeError):
@@ -64,6 +54,25 @@ def suggest(name: str, accepted: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(str(name), list(accepted), n=1)
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def optional(library: str, extra: str, wanted_by: str) -> Any:
+    """Import a library that comes with one of our extras.
+
+    Raises:
+        UserError: it is not installed; the error says how to install it.
+    """
+    try:
+        return import_module(library)
+    except ImportError as error:
+        raise UserError(
+            f"{wanted_by} needs {library}, which cannot be imported ({error}). Install it: pip "
+            f"install 'fl-lightning[{extra}]'."
+        ) from None
+
+
+# What the system says if a disk takes no more.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def cannot_write(path: object, error: OSError) -> UserError:

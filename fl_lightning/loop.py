@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from fl_lightning.aggregation import metric_states, round_metrics, server_update, traffic
-from fl_lightning.aggregation.mean_gradient_advice import warn_of_mean_gradient
+from fl_lightning.aggregation import metric_states, server_update, traffic
+from fl_lightning.aggregation.exchange import NeighbourExchange, refuse_other_updates
 from fl_lightning.aggregation.over_processes import share_of, visiting_order
-from fl_lightning.aggregation.round_metrics import RoundMetrics
-from fl_lightning.aggregation.server_update import ServerStep, diverged_text
+from fl_lightning.aggregation.server_update import ServerStep, check_finite, diverged_text
 from fl_lightning.aggregation.update_accumulator import UpdateAccumulator
 from fl_lightning.callback import Assigned
 from fl_lightning.callback_list import CallbackList, checked_choice, checked_rows
 from fl_lightning.engines.engine import Engine
 from fl_lightning.errors import Diverged
 from fl_lightning.learner.buffers import BufferPolicy
-from fl_lightning.learner.layout import all_finite
 from fl_lightning.machine.processes import gathered, processor_seconds
+from fl_lightning.round.client_group import LOSS
 from fl_lightning.round.client_sums import Total
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Round
@@ -34,6 +35,7 @@ from fl_lightning.round.settings import Settings
 from fl_lightning.round.transaction import RoundTransaction
 from fl_lightning.schedules import decay_factor
 from fl_lightning.storage.run_state import BaseAfter, RoundOutcome, RunState, Versions
+from fl_lightning.storage.secret import Key
 from fl_lightning.virtual.planned_round import Plan
 
 Participants = Callable[[int], tuple[int, ...]]  # of round t, ascending
@@ -48,7 +50,6 @@ class FederatedLoop:
         participants: function that returns the clients sampled in a round.
         report: function that gets a round's metrics, before it is committed.
         progress: called after each client with (clients done, clients that this process trains).
-        note: function that reports a text to the user.
         buffers: which of the learner's buffers are averaged, kept by the server, or each client's.
         rank, world_size: of this process, which trains every ``world_size``-th participant.
         device_plan: the clients whose updates a round aggregates on simulated devices; None without
@@ -57,9 +58,9 @@ class FederatedLoop:
         loss: the latest round's mean over clients of their steps' losses; None if no callback reads
             it.
         rows_elsewhere: whether clients' rows stay with the clients, at sites.
+        noise_of_clients: the source of clients' noise; None: no method needs it.
         assigned_at_server, assigned_by_clients: called when a method assigns an attribute that it
             does not declare, in a hook of the server or while clients train; None: it may.
-        disputed: names of metrics about which the latest round's sites do not agree.
     """
 
     settings: Settings
@@ -84,8 +85,8 @@ class FederatedLoop:
     rows_elsewhere: bool = False
     assigned_at_server: Assigned | None = None
     assigned_by_clients: Assigned | None = None
-    disputed: Collection[str] = ()
     logged_metrics: Sequence[Metric] = ()
+    noise_of_clients: Key | None = None
 
     def run_round(self, t: int) -> RoundMetrics:
         """Run round t, which is committed when this returns, and return its metrics."""
@@ -111,6 +112,8 @@ class FederatedLoop:
                 self.update(transaction, server)
                 self.step(transaction, server)
                 self.evaluate(transaction, server)
+            self.exchange(transaction, server)
+            with transaction.server_hooks(), self.methods.telling(self.assigned_at_server):
                 server.communication = traffic.of_round(transaction, self.methods)
                 server.kept_vectors = traffic.kept_vectors(transaction, self.methods)
                 self.methods.end_round(server, bool(transaction.finished))
@@ -147,7 +150,6 @@ class FederatedLoop:
         return metrics
 
     def sent_to(self, transaction: RoundTransaction) -> list[int]:
-        """Return the clients that were sent w, if a method depends on it; otherwise none."""
         if self.state.base is None and not remember_sent(self.methods):
             return []
         # A client has what it was sent, whether or not its update is used.
@@ -155,7 +157,6 @@ class FederatedLoop:
         return [*(i for i in transaction.round.ids if i not in transaction.unsent), *others]
 
     def begin(self, t: int) -> RoundTransaction:
-        """Return the transaction of round t, with its facts and its participants."""
         # `select` may read server states, so the transaction is bound before participants are
         # chosen.
         transaction = RoundTransaction(self.round_at(t))
@@ -209,10 +210,14 @@ class FederatedLoop:
             optimizer_rows=[n for n in self.state.rows.names() if n.startswith("optimizer.")],
             rates=self.client_rates.in_round(transaction.t, factor, reached),
         )
-        return replace(round, trained=mask_of_round(self.methods, round))
+        owner = self.methods.partial_training
+        return replace(
+            round,
+            trained=mask_of_round(self.methods, round),
+            server_moves=owner is not None and owner.server_moves,
+        )
 
     def chosen(self, select: Callable[..., object], transaction: RoundTransaction) -> list[int]:
-        """Return the participants that a method chose, ascending; the same in every process."""
         there = self.cohort.there(transaction.t)
         if not len(there):  # every process knows that, so they agree
             return []
@@ -231,18 +236,12 @@ class FederatedLoop:
         return ids
 
     def round_at(self, t: int) -> Round:
-        """Return the facts of round t before its participants; also set the server optimizer's
-        rates.
-        """
+        """Facts of round t before its participants; also set the server optimizer's rates."""
         self.set_server_rates(t)
         w = self.model.w.detach()
         buffers = self.model.buffers()
         return Round(
             t=t,
-            ids=[],
-            steps={},
-            sizes={},
-            weights={},
             num_clients=self.cohort.m,
             w=w,
             w0=self.state.initial_vector,
@@ -256,34 +255,28 @@ class FederatedLoop:
             seed=self.cohort.seed,
             all_sizes=self.cohort.data.client_sizes,
             steps_of=self.cohort.steps_of,
+            steps_in=partial(self.cohort.steps_in, t),
             epoch_batches=self.cohort.data.batches_per_epoch,
             home=self.state.rows.at_home,
             own_buffers=self.buffers.own(buffers),
             noise=None if self.methods.draws_from is None else self.cohort.key,
+            noise_of_clients=self.noise_of_clients,
             sent=self.state.sent,
             base_due=None if self.state.base is None else self.state.base.due,
+            outputs=partial(self.model.outputs, buffers=buffers),
         )
 
     def set_server_rates(self, t: int) -> None:
-        """Set the server optimizer's rates to those of round t."""
-        if self.server_step.begin(decay_factor(self.settings.server_lr_decay, t)):
-            self.note(
-                "a hook or a callback changes the learning rate of trainer.optimizers[0], which is "
-                "the server's optimizer: this has no effect, since the run sets the rate in each "
-                "round. The server's rate follows server_lr_decay, and the clients' rates lr_decay "
-                "or client_scheduler"
-            )
+        self.server_step.begin(decay_factor(self.settings.server_lr_decay, t))
 
     def broadcast(self, server: Server) -> Tensor | None:
-        """Return the model ``(D,)`` that clients get as w, from a method; None: w itself."""
         owner = self.methods.owner("broadcast")
         if owner is None:
             return None
         given = checked_rows(owner, self.methods.call(owner, server), server.w)
         # The method may keep the tensor that it returned, and w changes in place.
         given = given.detach().to(server.w).clone()
-        if not all_finite(given):
-            raise Diverged(diverged_text(server.round, "the model that is sent to clients"))
+        check_finite(given, server.round, "the model that is sent to clients")
         return given
 
     def train(self, round: Round, transaction: RoundTransaction) -> tuple[Total, list[int]]:
@@ -332,7 +325,6 @@ class FederatedLoop:
         self.model.set_buffers(round.buffers)
 
     def server_states(self, transaction: RoundTransaction) -> dict[str, Tensor]:
-        """Return the server states to commit, by key."""
         states = transaction.server_states_to_commit(self.methods.declared)
         if not self.server_steps(transaction):
             states = self.methods.of_every_round(states)
@@ -349,9 +341,7 @@ class FederatedLoop:
         return kept
 
     def finished(self, round: Round, diverged: list[int], dropped: list[int]) -> list[int]:
-        """Return the clients that finished: all except those that dropped or sent values that
-        are not finite.
-        """
+        """The clients that finished: all that neither dropped nor sent values not finite."""
         if diverged and self.settings.on_nonfinite == "stop":
             what = f"the update of client {diverged[0]} or a model that it keeps or sends"
             raise Diverged(diverged_text(round.t, what))
@@ -370,14 +360,15 @@ class FederatedLoop:
             return
         transaction.takes_additions = True
         server.update = server_update.aggregated(transaction, self.methods, server)
-        self.methods.run("on_server_update", server)
+        if self.methods.owner("neighbours") is None:
+            self.methods.run("on_server_update", server)
+        else:
+            refuse_other_updates(self.methods, server)
         transaction.takes_additions = False
         server.update = server_update.masked(server)
 
     def server_steps(self, transaction: RoundTransaction) -> bool:
-        """Return whether the server takes a step: a client finished, or a method needs no
-        client.
-        """
+        """Whether the server takes a step: a client finished, or a method needs no client."""
         return bool(transaction.finished) or self.methods.aggregates_nobody
 
     def changed_base(self, transaction: RoundTransaction) -> BaseAfter | None:
@@ -389,8 +380,8 @@ class FederatedLoop:
         if self.state.base is None:
             return None
         after: BaseAfter = self.state.base.after(transaction.additions)
-        if not all(map(all_finite, after[0].values())):
-            raise Diverged(diverged_text(transaction.round.t, "the base that the server changed"))
+        for values in after[0].values():
+            check_finite(values, transaction.round.t, "the base that the server changed")
         return after
 
     def step(self, transaction: RoundTransaction, server: Server) -> None:
@@ -401,12 +392,11 @@ class FederatedLoop:
         """
         # Lightning counts one step per epoch, so the step is taken even if no client finished. It
         # then changes neither the coordinates nor the optimizer's state.
-        moves = server.averaged
+        moves = server.moves
         if not self.server_steps(transaction):
             moves = torch.zeros_like(server.w, dtype=torch.bool)
         self.server_step.step(self.model.w, server.update, moves)
-        if not all_finite(server.w):
-            raise Diverged(diverged_text(server.round, "the server's model"))
+        check_finite(server.w, server.round, "the server's model")
 
     def evaluate(self, transaction: RoundTransaction, server: Server) -> None:
         """Set the model that is evaluated from now on, and the server's buffers."""
@@ -420,16 +410,58 @@ class FederatedLoop:
         server.evaluated = self.model.evaluated.detach()
         self.model.set_buffers(server_update.averaged_buffers(transaction.round, transaction.total))
 
+    def exchange(self, transaction: RoundTransaction, server: Server) -> None:
+        """Let clients exchange values with their neighbours, if a method says who they are."""
+        if self.methods.owner("neighbours") is None or not transaction.finished:
+            return
+        rows = self.state.rows
+        exchange = NeighbourExchange(transaction, self.methods, rows, self.rank, self.world_size)
+        with transaction.server_hooks(), self.methods.telling(self.assigned_at_server):
+            transaction.neighbourhood = exchange.neighbourhood(server)
+        with self.methods.telling(self.assigned_by_clients):
+            exchange.run(transaction.neighbourhood)
+
     def metrics(self, transaction: RoundTransaction, server: Server) -> RoundMetrics:
-        """Return the round's metrics; also set ``loss`` and ``logged_metrics``."""
-        warn_of_mean_gradient(
-            transaction, self.client_rates, self.methods, self.settings.clip_norm, self.note
-        )
         for text in transaction.notes:
             self.note(text)
         learner = self.model.learner
-        metrics, self.loss = round_metrics.of_round(
-            transaction, server, learner, self.disputed, self.note
-        )
+        metrics, self.loss = metrics_of_round(transaction, server, learner, self.note)
         self.logged_metrics = metric_states.logged_in(learner, transaction.metrics)
         return metrics
+
+
+RoundMetrics = dict[str, float]
+TIMES = frozenset({"time/round", "time/cpu"})  # names that are logged when a round is over
+
+
+def metrics_of_round(
+    transaction: RoundTransaction,
+    server: Server,
+    learner: Any,
+    note: Callable[[str], None],
+) -> tuple[RoundMetrics, float | None]:
+    """Return a round's metrics by name, and its loss.
+
+    The loss is the mean over clients of their steps' losses; None if no callback reads it.
+
+    Args:
+        note: function that reports a text to the user.
+    """
+    means: dict[str, float] = {}
+    for name, total in transaction.total.logs.items():
+        # A client need not log every name, so each name has its own number of values.
+        means[name] = float(total / transaction.total.logged[name])
+    loss = means.pop(LOSS, None)
+    logged = {name: float(value) for name, value in server.logs.items()}
+    metrics = metric_states.merged_into(learner, transaction.metrics, note)
+    logged["cost/gradients"] = traffic.counted(transaction, traffic.GRADIENTS)
+    logged["cost/forwards"] = traffic.counted(transaction, traffic.FORWARDS)
+    logged["client_lr"] = float(transaction.round.rates.lr)
+    if transaction.planned is not None:
+        logged |= transaction.planned.metrics
+    for name in sorted((means.keys() | metrics.keys()) & (logged.keys() | TIMES)):
+        note(
+            f"{name} is logged by the learner and by the run, and the run's value replaces the "
+            "learner's. Log the learner's under another name"
+        )
+    return {**means, **metrics, **logged}, loss

@@ -18,10 +18,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from fl_lightning.accepted import check
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.machine.escaping import cells, of_cells
 from fl_lightning.storage.atomic_files import written_aside
@@ -102,10 +103,7 @@ def _by_name(name: str) -> bool | None:
 
 
 def _endings(name: str) -> list[str]:
-    """Yield the endings of a name's last word, the shortest first.
-
-    ``val/BinaryF1Score`` → score, f1score, binaryf1score.
-    """
+    """Endings of the last word, shortest first: ``val/BinaryF1Score`` → score, f1score, …."""
     words = list(filter(None, re.split(r"[/_.-]", _APPENDED.sub("", name))))
     last = words[-1] if words else ""
     starts = [0, *(boundary.start() for boundary in _BOUNDARY.finditer(last))]
@@ -113,12 +111,7 @@ def _endings(name: str) -> list[str]:
 
 
 def check_mode(option: str, mode: Any) -> None:
-    """Refuse a mode that is neither None, ``max`` nor ``min``."""
-    if mode is not None and mode not in MODES:
-        raise UserError(
-            f"{option} {mode!r}: not a direction. Accepted: max (greater is better), min (less is "
-            "better)."
-        )
+    check(option, mode, Literal["max", "min"] | None)
 
 
 def read_modes(modes: Any) -> dict[str, str]:
@@ -132,9 +125,7 @@ def read_modes(modes: Any) -> dict[str, str]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Return the run.json of a run's folder; empty if there is no such file or it cannot be
-    read.
-    """
+    """Run.json of a run's folder; empty if there is no such file or it cannot be read."""
     try:
         record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -143,7 +134,6 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write the run.json of a run's folder, all or nothing."""
     with written_aside(folder / "run.json") as file:
         file.write((json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
 
@@ -201,22 +191,17 @@ class Directions:
         self._recorded: dict[str, set[str]] = {}
 
     def apart(self) -> Directions:
-        """Return directions that share what is known of modes, now and later, but have seen no
-        value.
-        """
+        """Directions that share what is known of modes, now and later, but have seen no value."""
         other = copy.copy(self)
         other.below_zero = set()
         return other
 
     def record(self, modes: Any) -> None:
-        """Add the ``modes`` of a run.json."""
         for name, mode in read_modes(modes).items():
             self._recorded.setdefault(name, set()).add(mode)
 
     def known(self, metric: str, mode: str | None = None) -> bool | None:
-        """Return the result of :meth:`greater`, or None if the user would have to give the
-        direction.
-        """
+        """Result of :meth:`greater`, or None if the user would have to give the direction."""
         word = mode or self.given.get(metric)
         if word is not None:
             return word == "max"
@@ -238,7 +223,6 @@ class Directions:
         return greater
 
     def question(self, names: Iterable[str]) -> str:
-        """Return the question to the user about metrics whose direction is not known."""
         names = list(names)
         why = "by its name" if len(names) == 1 else "by their names"
         if any(len(self._recorded.get(name, ())) > 1 for name in names):
@@ -262,7 +246,6 @@ class Logged:
     shown: dict[str, None] = field(default_factory=dict)
 
     def note(self, name: str, value: Any, prog_bar: Any = False) -> None:
-        """Note that ``value`` is logged as ``name``."""
         greater = getattr(value, "higher_is_better", None)
         if isinstance(greater, bool):
             self.modes[name] = MODES[not greater]
@@ -270,9 +253,7 @@ class Logged:
             self.shown[name] = None
 
     def modes_of(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the modes, also under the names that Lightning forks from one, such as
-        ``acc_epoch``.
-        """
+        """Modes, also under the names that Lightning forks from one, such as ``acc_epoch``."""
         modes = dict(self.modes)
         for name in names:
             mode = self.modes.get(_FORKED.sub("", name))
@@ -307,24 +288,15 @@ def read_rows(
     Raises:
         UserError: it is missing or not such a file.
     """
-    # Reading a pipe would wait forever.
-    if path.exists() and not path.is_file():
-        raise UserError(
-            f"Cannot read {path}: it is not a file. The file should be a run's metrics.csv."
-        )
     try:
         content = _content(path)
         content[: content.find(b"\n")].decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise UserError(
-            f"Cannot read {path}: {error}. The file should be a run's metrics.csv."
-        ) from error
-    # After a crash of the machine the file may contain zero bytes, which the CSV reader rejects.
-    text = content.decode(errors="replace").replace("\0", "\ufffd")
-    text = text if complete else text[: text.rfind("\n") + 1]
-    try:
+        # After a crash of the machine the file may contain zero bytes, which the CSV reader
+        # rejects.
+        text = content.decode(errors="replace").replace("\0", "\ufffd")
+        text = text if complete else text[: text.rfind("\n") + 1]
         lines = separated(text)
-    except csv.Error as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         raise UserError(
             f"Cannot read {path}: {error}. The file should be a run's metrics.csv."
         ) from error
@@ -351,7 +323,6 @@ def read_rows(
 
 
 def _content(path: Path) -> bytes:
-    """Return the bytes of ``path``, or of ``path.gz`` unpacked if there is no ``path``."""
     packed = path.with_name(f"{path.name}.gz")
     if packed.is_file() and not path.is_file():
         return gzip.decompress(packed.read_bytes())
@@ -388,7 +359,6 @@ class Metrics(dict[str, Column]):
 
     @classmethod
     def read(cls, path: Path, modes: Mapping[str, str] | None = None) -> Metrics:
-        """Read the table of a metrics.csv; ``modes``: as in run.json."""
         names, rows = read_rows(path)
         columns: dict[str, list[float | None]] = {}
         for name in names:
@@ -402,13 +372,9 @@ class Metrics(dict[str, Column]):
     def to_pandas(self) -> Any:
         """Return the table as a ``pandas.DataFrame``: one row per round, one column per metric.
 
-        Raises:
-            UserError: pandas is not installed.
+        It needs the package pandas.
         """
-        try:
-            pandas = import_module("pandas")
-        except ImportError:
-            raise UserError("to_pandas needs pandas: pip install pandas.") from None
+        pandas = import_module("pandas")
         return pandas.DataFrame(dict(self), index=pandas.Index(self.rounds, name="round"))
 
     def __repr__(self) -> str:
@@ -434,9 +400,7 @@ class Metrics(dict[str, Column]):
         return float(self[name][at]), self.rounds[at]
 
     def described(self, name: str) -> str:
-        """Return the last value, and the best with its round if it is known which direction is
-        better.
-        """
+        """Last value, and the best with its round if it is known which direction is better."""
         form = "{:.4f}" if is_accuracy(name) else "{:.4g}"
         last = f"last {form.format(self.last(name))}"
         if self._directions.known(name) is None:

@@ -18,7 +18,7 @@ from fl_lightning.accepted import NonNegativeInt, PositiveFloat, PositiveInt, ch
 from fl_lightning.checks import refusals
 from fl_lightning.client import batch_callbacks
 from fl_lightning.errors import UserError
-from fl_lightning.evaluation import monitors, personal_models, validated_model
+from fl_lightning.evaluation import measurement, personal_models, validated_model
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.validated_model import evaluated
 from fl_lightning.learner import saved_network
@@ -26,7 +26,6 @@ from fl_lightning.learner.buffers import BufferWord
 from fl_lightning.learner.hooks import STEPS, WHERE_OVERRIDDEN, LearnerHooks
 from fl_lightning.learner.layout import Layout
 from fl_lightning.learner.modules import TRANSFER
-from fl_lightning.learner.weights import check_weights
 from fl_lightning.machine.agreement import Alike, check_logged_alike
 from fl_lightning.machine.device_memory import prepare_process
 from fl_lightning.machine.lightning import (
@@ -41,10 +40,15 @@ from fl_lightning.record import description
 from fl_lightning.round.client_schedule import ShownScheduler
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.global_model import GlobalModel
-from fl_lightning.round.settings import AUTO, EngineName, OptimizerFactory, Settings
+from fl_lightning.round.settings import (
+    AUTO,
+    EngineName,
+    OptimizerFactory,
+    Participation,
+    Settings,
+)
 from fl_lightning.run import FederatedRun
 from fl_lightning.schedules import Schedule
-from fl_lightning.storage.checkpoint_io import check_readable
 from fl_lightning.storage.client_rows import ClientRows
 from fl_lightning.virtual.buffered import Buffered
 
@@ -115,7 +119,7 @@ class FederatedModule(LearnerHooks):
         self,
         learner: nn.Module,
         *,
-        participation: int | float | str = 0.1,
+        participation: Participation = 0.1,
         sampling: Literal["uniform", "bernoulli", "poisson"] = "uniform",
         local_epochs: PositiveFloat | None = None,
         local_steps: PositiveInt | None = None,
@@ -211,9 +215,7 @@ class FederatedModule(LearnerHooks):
 
     @property
     def cohort(self) -> Cohort:
-        """Return the object that decides who takes part in a round, and how many steps each
-        takes.
-        """
+        """Object that decides who takes part in a round, and how many steps each takes."""
         return self.run.cohort(self.trainer)
 
     def participants(self, t: int) -> tuple[int, ...]:
@@ -259,16 +261,14 @@ class FederatedModule(LearnerHooks):
 
         Unmerged, the folder has ``adapter_config.json`` and ``adapter_model.safetensors``, which
         ``peft.PeftModel.from_pretrained(base, folder)`` loads. If the adapter belongs to another
-        base than the one with which the run began, that base is in ``folder/base``. What is written
-        is read back and compared.
+        base than the one with which the run began, that base is in ``folder/base``.
 
         Args:
             merged: add the adapters to the weights, which gives a folder for
                 ``AutoModelFor….from_pretrained``.
 
         Raises:
-            UserError: the learner has not exactly one network of peft or transformers, or what is
-                read back would be another network.
+            UserError: the learner has not exactly one network of peft or transformers.
         """
         saved_network.save(self.export(), folder, merged, bool(self.base))
 
@@ -292,25 +292,19 @@ class FederatedModule(LearnerHooks):
         return Evaluator.of_run(self.run, self.trainer)
 
     def clients_optimizer(self) -> Any:
-        """Return the clients' optimizer at the round's rates: ``self.optimizers()`` between
-        rounds.
-        """
+        """Clients' optimizer at the round's rates: ``self.optimizers()`` between rounds."""
         optimizer = self.run.client_optimizer_at(self.current_epoch)
         return [] if optimizer is None else LightningOptimizer(optimizer)
 
     def clients_scheduler(self) -> Any:
-        """Return the learner's ``self.lr_schedulers()`` between rounds; None if it is not
-        stepped.
-        """
+        """Learner's ``self.lr_schedulers()`` between rounds; None if it is not stepped."""
         optimizer = self.run.client_optimizer_at(self.current_epoch)
         if optimizer is None or self.run.optimizers.schedule is None:
             return None
         return ShownScheduler(self.run.optimizers.schedule, optimizer)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the learner and its hooks out of a copy or a pickle, which takes the model's
-        copy instead.
-        """
+        """Leave learner and hooks out of a copy or pickle, which takes the model's copy."""
         state = dict(super().__getstate__())
         state["_modules"] = {k: v for k, v in self._modules.items() if k != "learner"}
         for name in (*STEPS, *TRANSFER, *WHERE_OVERRIDDEN):
@@ -330,10 +324,9 @@ class FederatedModule(LearnerHooks):
     def configure_callbacks(self) -> Any:
         # A fit that ended with an exception did not call teardown.
         batch_callbacks.give_back(self.trainer)
-        monitors.put_back(self.trainer)
+        measurement.put_back(self.trainer)
         validated_model.put_back(self.trainer, self)
         self.run.put_modes_back()
-        self.run.put_back()
         # This is the first hook of a fit: our message comes before Lightning's, and is shorter.
         if self.trainer.state.fn == "fit":
             refusals.check_trainer(self.trainer)
@@ -353,12 +346,11 @@ class FederatedModule(LearnerHooks):
             # The one batch of an epoch is a round, and is logged whatever the interval is.
             message = r"The number of training batches \(1\) is smaller than the logging interval"
             warnings.filterwarnings("ignore", message)
-            monitors.follow(self.trainer)
+            measurement.follow(self.trainer)
             batch_callbacks.take_over(self.trainer)
             self.run.set_up(self.trainer)
             validated_model.check_averages(self.trainer, self.run.methods.callbacks)
-            again = self.run.continues(self.trainer) and not self.trainer.ckpt_path
-            validated_model.follow(self.trainer, again)
+            validated_model.follow(self.trainer)
         self.connect_learner()
         self.learner.setup(stage)
 
@@ -376,9 +368,7 @@ class FederatedModule(LearnerHooks):
     def on_load_checkpoint(self, saved: dict[str, Any]) -> None:
         # Check the whole checkpoint before restoring anything from it.
         self.global_model.build()
-        check_readable(saved, self.learner, self.trainer)
         self.learner.on_load_checkpoint(saved)
-        check_weights(self.learner, saved["state_dict"])
         if self.trainer.state.fn == "fit":
             self.run.take_up(saved, self.trainer)
         else:
@@ -394,16 +384,11 @@ class FederatedModule(LearnerHooks):
     def on_fit_start(self) -> None:
         # Lightning has loaded a checkpoint's weights by now, and other callbacks may have changed
         # them. So w is the learner's model at the start of its first round.
-        try:
-            refusals.check_fixed_parameters(self.trainer)
-            self.global_model.build(again=True)
-            self.run.restore(self.trainer)
-            self.run.check_states()
-            self.learner.on_fit_start()
-            self.run.begin(self.trainer, self.optimizers(), self.participants)
-        except BaseException:
-            self.run.put_back()
-            raise
+        self.global_model.build(again=True)
+        self.run.restore(self.trainer)
+        self.run.keep_settings()
+        self.learner.on_fit_start()
+        self.run.begin(self.trainer, self.optimizers(), self.participants)
 
     def on_train_start(self) -> None:
         self.run.start(self.current_epoch)
@@ -415,8 +400,8 @@ class FederatedModule(LearnerHooks):
             self.run.note(said)
 
     def on_train_epoch_start(self) -> None:
-        # Lightning would count this round without running it, so run it as the last one.
         self.run.watch_learner()
+        # Lightning would count this round without running it, so run it as the last one.
         self._last_round = bool(self.trainer.should_stop)
         self.trainer.should_stop = False
         seed_round(self.run_seed, self.current_epoch)
@@ -470,18 +455,16 @@ class FederatedModule(LearnerHooks):
 
     def on_train_end(self) -> None:
         self.learner.on_train_end()
-        validated_model.end(self.trainer)
         self.run.end()
 
     def on_save_checkpoint(self, saved: dict[str, Any]) -> None:
         # The learner's hook comes last, as in plain training, and may change every entry.
-        with validated_model.saving(self.trainer, saved):
-            self.run.save(saved, self.trainer)
+        self.run.save(saved, self.trainer)
         self.learner.on_save_checkpoint(saved)
 
     def teardown(self, stage: str) -> None:
         batch_callbacks.give_back(self.trainer)
-        monitors.put_back(self.trainer)
+        measurement.put_back(self.trainer)
         self.learner.teardown(stage)
         self.release_learner()
         self.run.close()

@@ -33,6 +33,7 @@ class _Adaptive(Optimizer):
         beta2: BelowOne,
         tau: PositiveFloat,
         bias_correction: bool,
+        initial_v: NonNegativeFloat | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -42,22 +43,22 @@ class _Adaptive(Optimizer):
             "bias_correction": bias_correction,
         }
         super().__init__(params, defaults)
+        if initial_v is None:
+            initial_v = 0.0 if bias_correction else tau**2
         # Create the state before the first step, because partial averaging restores it for parts
         # that are not averaged.
         for group in self.param_groups:
             for p in group["params"]:
-                v = 0.0 if bias_correction else tau**2
                 self.state[p] = {
                     "m": torch.zeros_like(p),
-                    "v": torch.full_like(p, v, requires_grad=False),
+                    "v": torch.full_like(p, initial_v, requires_grad=False),
                 }
                 if bias_correction:
                     self.state[p]["step"] = torch.zeros((), dtype=torch.float64)
 
     @staticmethod
     def second_moment(v: Tensor, squared: Tensor, beta2: float) -> None:
-        """Change v in place, given d²."""
-        raise NotImplementedError  # each subclass has its own rule
+        """Change v in place, given d²; each subclass has its own rule."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -65,6 +66,7 @@ class _Adaptive(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        # Lightning's closure calls the callbacks' on_before_optimizer_step.
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -95,6 +97,8 @@ class FedAdam(_Adaptive):
         betas: (β1, β2).
         tau: τ, in √v + τ; also √v before the first step.
         bias_correction: as in torch.optim.Adam, with v from 0; not in the paper's Algorithm 2.
+        initial_v: v before the first step, such as 0 in FL-Simulator; None: τ², or 0 with
+            ``bias_correction``.
     """
 
     paper = Paper("reddi2021adaptive")
@@ -106,8 +110,9 @@ class FedAdam(_Adaptive):
         betas: tuple[float, float] = (0.9, 0.99),
         tau: float = 1e-3,
         bias_correction: bool = False,
+        initial_v: float | None = None,
     ) -> None:
-        super().__init__(params, lr, betas[0], betas[1], tau, bias_correction)
+        super().__init__(params, lr, betas[0], betas[1], tau, bias_correction, initial_v)
 
     @staticmethod
     def second_moment(v: Tensor, squared: Tensor, beta2: float) -> None:

@@ -11,15 +11,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fl_lightning import checkpoint, sampling, systems
-from fl_lightning.aggregation import all_updates, server_update
-from fl_lightning.aggregation.round_metrics import RoundMetrics
+from fl_lightning.aggregation import server_update
 from fl_lightning.aggregation.server_update import ServerStep
 from fl_lightning.callback import FederatedCallback, RunBinding, RunFacts
 from fl_lightning.callback_list import CallbackList
 from fl_lightning.checkpoint import CheckpointFolder, Identity, SavedRun
 from fl_lightning.checks import assignments, refusals
+from fl_lightning.checks.notes import beyond_memory
 from fl_lightning.client import run_optimizers
-from fl_lightning.client.gradient_accumulation import accumulation_notes
 from fl_lightning.client.local_step import LocalTraining
 from fl_lightning.client.run_optimizers import RunOptimizers
 from fl_lightning.engines.choice import choose
@@ -31,33 +30,30 @@ from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.evaluation.validated_model import averaging_notes
-from fl_lightning.learner import weights
+from fl_lightning.learner import parameters
 from fl_lightning.learner.attributes import Attributes
+from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.modules import modes, overrides
-from fl_lightning.loop import FederatedLoop, Participants
+from fl_lightning.loop import FederatedLoop, Participants, RoundMetrics
 from fl_lightning.machine.escaping import plain
 from fl_lightning.machine.lightning import is_foreign, rank_zero_warn
 from fl_lightning.machine.processes import cores_of_each, limit_threads
 from fl_lightning.machine.random_state import RandomState, random_state_kept
-from fl_lightning.record.reporter import Reporter
+from fl_lightning.record.description import Reporter
 from fl_lightning.round.base_weights import BaseWeights
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Evaluate
-from fl_lightning.round.global_model import GlobalModel, RoundStart
+from fl_lightning.round.declared_state import ClientState
+from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.model_parts import Parts
-from fl_lightning.round.partial_training import check_added, check_parts, notes_of_restarts
+from fl_lightning.round.partial_training import check_added, check_parts
 from fl_lightning.round.settings import Settings
 from fl_lightning.schedules import decay_factor
 from fl_lightning.storage import secret
 from fl_lightning.storage.checkpoint_io import use_atomic_checkpoints
 from fl_lightning.storage.client_rows import ClientRows
 from fl_lightning.storage.client_store import ClientStore
-from fl_lightning.storage.rows_on_disk import KEY
 from fl_lightning.storage.run_state import RunState
-from fl_lightning.storage.schema import check_alike
-
-# Attributes of a run that a fit changes before it begins, and which another fit goes on with.
-CHANGED_BEFORE = ("state", "monitored", "secret", "_drawn_seed", "optimizers", "plan", "notes")
 
 
 class FederatedRun:
@@ -86,25 +82,24 @@ class FederatedRun:
         self.loaded = ""  # the call that loaded weights since the last fit, in words
         # The following attributes belong to one fit.
         self.methods = CallbackList([])
-        # Until this fit has begun: our part of the checkpoint that is resumed, its states of
-        # optimizers, and attributes and model from before the fit.
+        # Until this fit has begun: our part of the checkpoint that is resumed, and its states of
+        # optimizers.
         self.resumed_from: SavedRun | None = None
         self._optimizer_states: list[Any] = []
-        self._before: dict[str, Any] = {}
-        self._model_before: RoundStart | None = None
         self.plan: EnginePlan | None = None
         self.engine: Engine | None = None
         self.loop: FederatedLoop | None = None
         self.reporter: Reporter | None = None
         self.evaluate: Evaluate | None = None  # behind clients.evaluate
-        self._watches_learner = False  # in the first round of a resumed run
+        # In the first round of a resumed run: whether the learner's attributes are compared over
+        # it, and what they were as it began.
+        self._watches_learner = False
         self._learner_before: Attributes | None = None
         self.cores = 1  # number of cores that this process may use
         # Training modes of the module and its parts, which validation changes.
         self._modes: list[tuple[nn.Module, bool]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return settings, model and state for a copy, without Trainer, engine or thread."""
         names = ("settings", "model", "state", "notes", "_drawn_seed")
         return {name: getattr(self, name) for name in names}
 
@@ -121,7 +116,11 @@ class FederatedRun:
 
     def set_up(self, trainer: Any) -> None:
         """Refuse data that cannot work, and find the methods of this fit."""
-        self._before = {name: vars(self)[name] for name in CHANGED_BEFORE if name in vars(self)}
+        if self.resumed_from is not None:
+            raise UserError(
+                "the last fit of this module was refused after the weights of its checkpoint were "
+                "loaded into it. Make the module anew."
+            )
         own = self.reporter is None or self.continues(trainer)  # not those of an earlier run
         self.notes = [*self.notes] if own else []
         refusals.check_data(trainer.datamodule)
@@ -138,9 +137,7 @@ class FederatedRun:
             self.note(lowered)
 
     def seed(self, trainer: Any) -> int:
-        """Return the seed from which all random numbers follow; ``trainer`` None: outside of a
-        fit.
-        """
+        """Seed from which all random numbers follow; ``trainer`` None: outside of a fit."""
         given = sampling.given_seed(self.settings.seed)
         if given is not None:
             return given
@@ -157,18 +154,13 @@ class FederatedRun:
 
         If the seed differs, the data are split again.
         """
-        held = self.resumed_from = checkpoint.resumed(saved, trainer)
+        held = self.resumed_from = checkpoint.resumed(saved)
         self._optimizer_states = saved["optimizer_states"]
-        # Lightning loads the checkpoint's weights next, before its settings can be compared.
-        self._model_before = self.model.copied({*saved["state_dict"], *held.base})
         if sampling.given_seed(self.settings.seed) is None and held.seed != self._drawn_seed:
             self._drawn_seed = held.seed
             trainer.datamodule.setup("fit")
 
     def cohort(self, trainer: Any) -> Cohort:
-        """Return the object that decides who takes part in a round, and how many steps each
-        takes.
-        """
         return self._cohort(
             trainer.datamodule, self.seed(trainer), self.methods, trainer.fast_dev_run
         )
@@ -180,7 +172,8 @@ class FederatedRun:
             key = methods.draws_from
         cohort = Cohort(data, seed, key=key, **self.settings.cohort(quick))
         # Methods may ask for the numbers of steps outside of rounds, too.
-        methods.bind_run(RunBinding(cohort.seed, cohort.steps_of))
+        noise = self._noise_of_clients(methods)
+        methods.bind_run(RunBinding(cohort.seed, cohort.steps_of, noise))
         cohort.own_steps = methods.steps
         if cohort.own_steps is not None:
             cohort.steps_by = methods.name_of_owner("steps")
@@ -207,9 +200,6 @@ class FederatedRun:
         return list(plan.jobs(rounds))
 
     def participants(self, t: int, cohort: Cohort) -> tuple[int, ...]:
-        """Return the participants of round t, ascending: sampled, chosen by a method, or those
-        that delivered.
-        """
         if self.settings.asynchronous is not None and not cohort.quick:
             known = None if self.loop is None else self.loop.device_plan
             plan = known or systems.plan(cohort, self.settings, self.methods, self.model.w)
@@ -221,9 +211,6 @@ class FederatedRun:
         return self.state.chosen_in(t, latest)
 
     def client_optimizer_at(self, t: int) -> Optimizer | None:
-        """Return the clients' optimizer at the rates of round t, to read; None before a fit
-        began.
-        """
         if self.loop is None:
             return None
         rates = self.loop.client_rates.in_round(t, decay_factor(self.settings.lr_decay, t), ())
@@ -235,20 +222,16 @@ class FederatedRun:
         return self.resumed_from is None and same and self.state.rounds > 0
 
     def load_start(self, trainer: Any) -> None:
-        """Load the weights of ``init_from``, if this is the run's first fit."""
         if self.settings.init_from is not None and not self.continues(trainer):
-            loaded = weights.load_weights(self.settings.init_from)
-            weights.check_weights(self.model.learner, loaded, given="init_from")
-            self.model.learner.load_state_dict(loaded)
+            loaded = parameters.load_weights(self.settings.init_from)
+            parameters.load_state(self.model.learner, loaded, True, "init_from")
 
     def make_optimizers(self, trainer: Any) -> Optimizer:
-        """Make the optimizers of clients and server, and return the server's."""
         earlier = self.optimizers.server if self.continues(trainer) else None
         # A run has one secret, in all its fits and after a resume: a second one would draw other
         # noise for results that were already published.
-        if self.methods.draws_from == "secret" and (
-            earlier is None or self.secret is secret.NOT_YET
-        ):
+        sources = (self.methods.draws_from, self.methods.clients_draw_from)
+        if "secret" in sources and (earlier is None or self.secret is secret.NOT_YET):
             held = self.resumed_from
             wanted = None if held is None else held.secret
             folders = () if held is None else held.folders
@@ -266,7 +249,6 @@ class FederatedRun:
         return self.optimizers.server
 
     def _most_steps(self, trainer: Any) -> int:
-        """Return the most local steps that a client takes in round 0."""
         cohort = self.cohort(trainer)
         return max(cohort.steps_in(0, range(cohort.m)).values())
 
@@ -282,6 +264,7 @@ class FederatedRun:
             fit.epoch_loop._batches_that_stepped = fit.epoch_progress.current.processed
             return
         self.loaded = ""
+        self.reporter = None  # until this fit has begun
         rank = trainer.global_rank
         world = trainer.world_size
         held = self.resumed_from
@@ -296,7 +279,6 @@ class FederatedRun:
             if self.settings.strict_resume:
                 self.identity(trainer).check_same(held)
             self.state = self._fitting(held).restore(rows, self.model, trainer.ckpt_path)
-            self._watches_learner = not overrides(self.model.learner, "on_save_checkpoint")
         self.monitored = {} if held is None else held.monitored
         self.state.base = BaseWeights.of(
             self.methods.callbacks, self.model.layout, self.model.learner
@@ -308,10 +290,7 @@ class FederatedRun:
         self.state.keep_rows_for(trainer.datamodule)
 
     def _fitting(self, held: SavedRun) -> SavedRun:
-        """Return a checkpoint's part without client optimizers' states that this run's cannot use.
-
-        With ``strict_resume`` all of them fit.
-        """
+        """The checkpoint's part without client optimizers' states that do not fit this run's."""
         kept = any(key.startswith("optimizer.") for key in held.clients)
         now = self.optimizers.accounts["client_optimizer"]
         then = held.arguments.get("client_optimizer", now)
@@ -325,42 +304,14 @@ class FederatedRun:
         )
         return held.without_optimizers()
 
-    def check_states(self) -> None:
-        """Check a checkpoint's states of optimizers, which Lightning loads next, and of the server.
-
-        Raises:
-            UserError: the run cannot go on with one of them.
-        """
-        if self.resumed_from is None:
-            return
-        then = self.resumed_from.arguments["server_optimizer"]
-        server = self.optimizers.server
-        checkpoint.check_optimizer(self._optimizer_states, server, then, self.note)
-        checkpoint.check_states(self.state.server, self.methods.declared, self.model.w)
-
-    def watch_learner(self) -> None:
-        """Remember the learner's attributes before the first round of a resumed run."""
-        if self._watches_learner:
-            self._learner_before = Attributes(self.model.learner)
-            self._watches_learner = False
-
-    def note_learner(self) -> None:
-        """Note which attributes the learner changed in that round, and no checkpoint holds."""
-        if self._learner_before is None:
-            return
-        learner = self.model.learner
-        changed = self._learner_before.changed_by_learner(learner)
-        self._learner_before = None
-        if changed:
-            self.note(
-                f"{type(learner).__name__} changes {', '.join(changed)} from round to round, which "
-                "no checkpoint holds, so this resumed run began with its first value again. If a "
-                "later round reads it, save it in on_save_checkpoint and on_load_checkpoint, make "
-                "it a buffer (register_buffer), or compute it from self.current_epoch"
-            )
+    def keep_settings(self) -> None:
+        """Let this run's settings of the server optimizer hold, also after a resume."""
+        if self.resumed_from is not None:
+            then = self.resumed_from.arguments["server_optimizer"]
+            server = self.optimizers.server
+            checkpoint.keep_settings(self._optimizer_states, server, then, self.note)
 
     def _keep_initial_model(self) -> None:
-        """Keep w^0 if a state starts from it."""
         if not self.methods.start_from_w0 or self.state.initial_vector is not None:
             return
         self.state.initial_vector = self.model.w.detach().clone()
@@ -371,10 +322,7 @@ class FederatedRun:
             )
 
     def begin(self, trainer: Any, server_optimizer: Any, participants: Participants) -> None:
-        """Choose the engine and make the loop, before the first round.
-
-        ``server_optimizer``: the optimizer in Lightning's wrapper.
-        """
+        """Before the first round: choose the engine and make the loop."""
         model = self.model
         cohort = self.cohort(trainer)
         # Check before a step is tried: a method may refuse a model that the learner cannot train,
@@ -388,7 +336,6 @@ class FederatedRun:
         rates = self.optimizers.client_rates(model.w.device, kept)
         reporter = Reporter(trainer)
         plan = systems.plan(cohort, self.settings, self.methods, model.w)
-        systems.check_models(plan, self.state.rounds, self.state.versions)
         self._note_settings(trainer, cohort, rates)
         context = self._choose_engine(trainer, cohort)
         noted = None
@@ -397,8 +344,6 @@ class FederatedRun:
         assert self.engine is not None
         given = self.methods.parts(model.layout)
         parts = Parts(given, model.layout.size, model.w.device) if given else None
-        if parts is not None:
-            check_alike(self.state.server, parts.like, f"{KEY}.server")
         progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         self.loop = FederatedLoop(
             settings=self.settings,
@@ -418,38 +363,39 @@ class FederatedRun:
             device_plan=plan,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
+            noise_of_clients=self._noise_of_clients(self.methods),
             assigned_at_server=noted,
             assigned_by_clients=noted if context.in_order else assignments.refuse_shared,
         )
         self._identity = self.identity(trainer)
-        self._has_begun()
+        learner = self.model.learner
+        resumes = self.resumed_from is not None
+        self._watches_learner = resumes and not overrides(learner, "on_save_checkpoint")
+        self._learner_before = None
+        self.resumed_from = None
+        self._optimizer_states = []
         self.reporter = reporter
         self._modes = modes(trainer.lightning_module)
 
-    def _has_begun(self) -> None:
-        """Forget what was kept until the fit has begun."""
-        self.resumed_from = None
-        self._optimizer_states = []
-        self._before = {}
-        self._model_before = None
-
-    def put_back(self) -> None:
-        """Put run and model back as they were before a fit that did not begin, if there was one."""
-        vars(self).update(self._before)
-        if self._model_before is not None:
-            self.model.put_back(self._model_before)
-        self._has_begun()
+    def _noise_of_clients(self, methods: CallbackList) -> secret.Key | None:
+        source = methods.clients_draw_from
+        return self.secret if source == "secret" else source
 
     def _note_settings(self, trainer: Any, cohort: Cohort, rates: ClientRates) -> None:
         """Note what settings and methods mean in this run, before its first round."""
         settings = self.settings
         other_optimizer = "" if rates.plain_sgd else rates.optimizer
         server, server_rate = self.optimizers.server_facts(settings.server_lr_decay)
+        policy = BufferPolicy(self.model.learner, settings.buffers)
+        buffers = self.model.buffers()
+        shared = [name for name in buffers if name not in policy.own(buffers)]
+        averaged = [name for name in shared if policy.averages(name, buffers[name])]
         about = RunFacts(
             n=cohort.n,
             m=cohort.m,
             weighting=settings.weighting,
             optimizer=other_optimizer,
+            momentum=rates.momentum,
             server=server,
             server_rate=server_rate,
             clip_norm=settings.clip_norm,
@@ -458,13 +404,16 @@ class FederatedRun:
             by_step=rates.by_step,
             deadline=cohort.over_selection is not None and cohort.over_selection.ticks is not None,
             keeps_optimizer=settings.keep_optimizer_state,
+            averaged_buffers=", ".join(averaged),
         )
-        of_clock = systems.notes(settings.asynchronous, self.methods)
-        of_learner = accumulation_notes(self.model.learner, settings.accumulate)
-        of_learner += notes_of_restarts(self.methods.callbacks)
-        of_learner += averaging_notes(trainer.callbacks, self.continues(trainer))
-        for text in [*settings.notes(), *self.methods.notes(about), *of_clock, *of_learner]:
+        of_learner = averaging_notes(trainer.callbacks)
+        for text in [*settings.notes(), *self.methods.notes(about), *of_learner]:
             self.note(text)
+        w, store = self.model.w, self.state.rows.store
+        declared = self.methods.declared.items()
+        kept = {name: each.bytes(w) for name, each in declared if isinstance(each, ClientState)}
+        if said := beyond_memory(kept, cohort.m, store.budget_bytes * trainer.world_size):
+            self.note(said)
         if sampling.given_seed(settings.seed) is None:
             whose = "was drawn" if self.resumed_from is None else "is the checkpoint's"
             self.note(
@@ -472,10 +421,9 @@ class FederatedRun:
             )
         names = self.methods.gathering
         if names:
-            self.note(all_updates.memory(" and ".join(names), cohort.most, self.model.w))
+            self.note(server_update.memory(" and ".join(names), cohort.most, self.model.w))
 
     def _choose_engine(self, trainer: Any, cohort: Cohort) -> EngineContext:
-        """Choose and set engine and plan; return what they depend on."""
         settings = self.settings
         work = LocalTraining(
             cohort.data,
@@ -509,10 +457,15 @@ class FederatedRun:
         return context
 
     def identity(self, trainer: Any) -> Identity:
-        """Return the settings that have to be the same when this run is resumed."""
         arguments = {**self.settings.compared(), **self.optimizers.accounts}
         arguments["precision"] = str(trainer.precision)
-        return Identity.of(self.seed(trainer), arguments, self.methods, trainer.datamodule)
+        cls = type(self.model.learner)
+        of_learner: dict[str, Any] = {}
+        if self.model.config:
+            path = f"{cls.__module__}.{cls.__qualname__}"
+            of_learner = {"class_path": path, "init_args": self.model.config}
+        data = trainer.datamodule
+        return Identity.of(self.seed(trainer), arguments, self.methods, data, of_learner)
 
     def start(self, t: int) -> None:
         """Before this fit's first round t: lock the folder, and give loggers the first round."""
@@ -525,25 +478,40 @@ class FederatedRun:
         self._random_state = RandomState(self.model.w)
 
     def show_server_rates(self, t: int) -> None:
-        """Set the server's rates of round t, if there is one, for callbacks that read them before
-        it.
-        """
         assert self.loop is not None and self.reporter is not None
         last = self.reporter.trainer.max_epochs
         if t < last or last < 0:
             self.loop.set_server_rates(t)
 
+    def watch_learner(self) -> None:
+        """Remember the learner's attributes before the first round of a resumed run."""
+        if self._watches_learner:
+            self._learner_before = Attributes(self.model.learner)
+            self._watches_learner = False
+
+    def note_learner(self) -> None:
+        """Note which attributes the learner has changed in that round, and no checkpoint holds."""
+        if self._learner_before is None:
+            return
+        learner = self.model.learner
+        changed = self._learner_before.changed_by_learner(learner)
+        self._learner_before = None
+        if changed:
+            self.note(
+                f"{type(learner).__name__} changes {', '.join(changed)} from round to round, which "
+                "no checkpoint holds, so this resumed run began with its first value again. If a "
+                "later round reads it, save it in on_save_checkpoint and on_load_checkpoint, make "
+                "it a buffer (register_buffer), or compute it from self.current_epoch"
+            )
+
     def end(self) -> None:
-        """Tidy the disk, and restore the states of the process's random generators."""
         # Do this while the folder still belongs to this run, because another process may use the
         # folder later.
         self.folder.tidy(self.state.rows)
         self._random_state.restore()
 
     def run_round(self, t: int) -> RoundMetrics:
-        """Run round t and return its metrics; a round that is already committed is only
-        reported again.
-        """
+        """Run round t and return its metrics; a committed one is only reported again."""
         assert self.loop is not None and self.reporter is not None
         self._modes = modes(self.reporter.trainer.lightning_module)
         # After an interruption Lightning starts the epoch again, although its round may be
@@ -563,12 +531,10 @@ class FederatedRun:
             self.model.round_start = None
 
     def outputs(self) -> dict[str, torch.Tensor] | None:
-        """Return the latest round's ``{"loss": …}`` for callbacks; None if no callback reads it."""
         loss = None if self.loop is None else self.loop.loss
         return None if loss is None else {"loss": torch.tensor(loss)}
 
     def reset_metrics(self) -> None:
-        """Reset the learner's metrics that steps of the latest round logged."""
         for metric in self.loop.logged_metrics if self.loop is not None else ():
             metric.reset()
 
@@ -587,18 +553,15 @@ class FederatedRun:
         self.folder.save(saved, trainer, *of_run)
 
     def put_modes_back(self) -> None:
-        """Set the training modes again that a validation left, if an exception ended it."""
         for part, training in self._modes:
             part.training = training
 
     def close(self) -> None:
-        """Release the engine's resources, and the folder."""
         self._modes = []
         self.folder.release()
         self.close_engine()
 
     def close_engine(self) -> None:
-        """Release the engine's resources."""
         if self.engine is not None:
             self.engine.close()
             self.engine = None

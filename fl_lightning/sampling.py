@@ -43,8 +43,6 @@ def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
     Raises:
         UserError: the seed is not an integer from 0 to 2**63 - 1.
     """
-    if len(counters) > 3:
-        raise ValueError(f"at most three counters, got {counters}")
     if type(seed) is not int or not 0 <= seed < 2**63:
         seed = check_seed("seed", seed)
     # Philox uses the first word of its counter to count draws, so our counters use the other three.

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated
 
-from fl_lightning.accepted import AtLeast, Checked, FiniteFloat
+from fl_lightning.accepted import AtLeast, AtMost, Checked, FiniteFloat, NonNegativeInt
+from fl_lightning.errors import UserError
+from fl_lightning.introspection.init_args import stored
 
 # A number of rounds that is no integer is no mistake.
 Rounds = Annotated[int | float, AtLeast(1)]
 LARGEST = (2 - 2**-23) * 2.0**127  # the largest number in single precision
+Rate = Annotated[float, AtLeast(0), AtMost(LARGEST)]
 
 
 class Schedule(Checked, ABC):
@@ -28,8 +30,9 @@ class Schedule(Checked, ABC):
     def __call__(self, round: int) -> float: ...
 
     def __repr__(self) -> str:
-        # A scale of 1 changes nothing, so the text leaves it out.
-        shown = {k: v for k, v in vars(self).items() if (k, v) != ("scale", 1.0)}
+        # What changes nothing is left out of the text.
+        neutral = (("scale", 1.0), ("warmup", 0))
+        shown = {k: v for k, v in vars(self).items() if (k, v) not in neutral}
         return f"{type(self).__name__}({texts_of(shown)})"
 
 
@@ -54,19 +57,38 @@ class Exponential(Schedule):
 class Cosine(Schedule):
     """``scale`` times half a cosine from 1 to ``end`` over ``rounds`` rounds, and then ``end``.
 
+    With ``warmup`` the first of these rounds rise in equal steps, 1/warmup, 2/warmup, …, 1, and the
+    cosine takes the others.
+
     >>> [round(Cosine(2, end=0.5, scale=0.1)(t), 3) for t in range(4)]
     [0.1, 0.075, 0.05, 0.05]
+    >>> [Cosine(4, warmup=2)(t) for t in range(5)]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
     """
 
-    def __init__(self, rounds: Rounds, end: FiniteFloat = 0.0, scale: FiniteFloat = 1.0) -> None:
+    def __init__(
+        self,
+        rounds: Rounds,
+        end: FiniteFloat = 0.0,
+        scale: FiniteFloat = 1.0,
+        warmup: NonNegativeInt = 0,
+    ) -> None:
+        if warmup >= rounds:
+            raise UserError(
+                f"Cosine: warmup={warmup} rounds of rounds={rounds} leave none for the cosine. "
+                "Give fewer."
+            )
         self.rounds = rounds
         self.end = end
         self.scale = scale
+        self.warmup = warmup
 
     def __call__(self, round: int) -> float:
         if round >= self.rounds:
             return self.scale * self.end
-        share = (1 + math.cos(math.pi * round / self.rounds)) / 2
+        if round < self.warmup:
+            return self.scale * (round + 1) / self.warmup
+        share = (1 + math.cos(math.pi * (round - self.warmup) / (self.rounds - self.warmup))) / 2
         return self.scale * (self.end + (1 - self.end) * share)
 
 
@@ -125,15 +147,9 @@ def arguments(of: object) -> str:
     """Return the arguments with which an object was made and that it stores, as text.
 
     >>> arguments(Cosine(100))
-    'rounds=100, end=0.0, scale=1.0'
+    'rounds=100, end=0.0, scale=1.0, warmup=0'
     """
-    stored = {}
-    for name in inspect.signature(type(of)).parameters:
-        # If an argument has the name of a method, it is stored with an underscore appended.
-        kept = name if name in vars(of) else f"{name}_"
-        if kept in vars(of):
-            stored[name] = vars(of)[kept]
-    return texts_of(stored)
+    return texts_of(stored(of)[0])
 
 
 def texts_of(values: Mapping[str, object]) -> str:

@@ -16,13 +16,13 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from fl_lightning.lab.report.cells import NONE, PERCENT
-from fl_lightning.lab.report.chosen import Choice, choices
 from fl_lightning.lab.report.drawing import INK, figure, logarithmic, plain, saved, style, styled
 from fl_lightning.lab.report.intervals import paired as interval_of
 from fl_lightning.lab.report.runs import ReportedRun, find
 from fl_lightning.lab.report.scores import summed
 from fl_lightning.lab.report.summary import Arm, Summary, summarise
 from fl_lightning.lab.report.verdicts import Comparison
+from studies.chosen import Choice, choices
 
 METRIC = "val/acc"
 BASE = "fedavg"

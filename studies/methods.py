@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning import FederatedCallback, InMemoryDataModule, UserError
+from fl_lightning import FederatedCallback, InMemoryDataModule, UserError, topologies
 from fl_lightning.callback_list import CallbackList
 from fl_lightning.introspection.init_args import made as object_of
 from fl_lightning.lab.cli.cite_command import cited, references
@@ -33,6 +33,7 @@ from fl_lightning.lab.cli.classes import full_paths, method_class
 from fl_lightning.lab.cli.compose import as_list, packaged, parse_yaml, read
 from fl_lightning.lab.contracts.federation import LowRank, fit, quiet
 from fl_lightning.machine.lightning import pl
+from fl_lightning.models.multi_head import with_heads
 from fl_lightning.systems import Buffered, Devices
 from studies.compared import drawn, line, ranked, table, tables
 from studies.kept import WALL, keep, unpacked
@@ -60,6 +61,7 @@ KINDS = {
     "steps": "steps",
     "broadcast": "what goes down",
     "local_batch": "data",
+    "reduce_samples": "gradient of each sample",
     "perturbation": "where the gradient is taken",
     "local_loss": "loss",
     "local_output": "logits",
@@ -75,10 +77,11 @@ KINDS = {
     "parts": "parts",
     "trained": "what clients train",
     "personal": "personal models",
+    "neighbours": "no server",
 }
 COLUMNS = (
     *("method", "config", "kind", "paper", "down", "up", "client keeps", "server keeps"),
-    *("gradients", "forwards", "engines", "asynchronous", "refused beside"),
+    *("gradients", "forwards", "engines", "asynchronous", "raises an error with"),
 )
 ENGINES = ("sequential", "concurrent", "recorded", "stacked")
 CLIENTS = 12
@@ -115,6 +118,19 @@ class SmallAdapted(Small):
             parameter.requires_grad_(not name.endswith("weight"))
             if name.endswith("lora_B"):
                 parameter.data.zero_()
+
+
+class SmallWithHeads(Small):
+    """The same network, frozen, with two of RAVAN's heads of rank 4 and trained biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.net = with_heads(self.net, rank=4, heads=2, target_modules="*")
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.requires_grad_(True)
 
 
 class Meter(FederatedCallback):
@@ -161,7 +177,10 @@ def federation() -> InMemoryDataModule:
 
 def built(options: dict[str, Any]) -> dict[str, Any]:
     """A config's options, with the objects that it names."""
-    return {key: object_of(value) for key, value in full_paths(options).items()}
+    made = {key: object_of(value) for key, value in full_paths(options).items()}
+    if isinstance(made.get("topology"), str):
+        made["topology"] = getattr(topologies, made["topology"])()
+    return made
 
 
 def optimizer_of(node: dict[str, Any]) -> Callable[[Any], torch.optim.Optimizer]:
@@ -220,7 +239,9 @@ class Packaged:
             )
 
     def learner(self) -> Small:
-        """What it trains here: a network, with adapters where it is for these."""
+        """What it trains here: a network, with adapters or heads where it is for these."""
+        if any(method.needs_adapters == "heads" for method in self.made()):
+            return SmallWithHeads()
         adapted = any(method.needs_adapters for method in self.made())
         return SmallAdapted() if adapted or self.config in FOR_ADAPTERS else Small()
 

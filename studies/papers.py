@@ -195,14 +195,16 @@ def report(
     folders: Sequence[Path], out: Path, labels: Mapping[str, str] | None = None, *more: str
 ) -> int:
     """One report over ``folders``; ``labels``: what arms are called, ``more``: options."""
-    from fl_lightning.__main__ import main as command
+    from fl_lightning.lab.report.report_command import main as write
+    from studies.printed import Printed
 
     options = list(more)
-    for file in sorted(PUBLISHED.glob("*.yaml")):
-        options += ["--published", str(file)]
     for arm, text in (labels or {}).items():
         options += ["--label", f"{arm}={text}"]
-    return int(command(["report", *map(str, folders), "--out", str(out), *options]) or 0)
+    printed = Printed(sorted(PUBLISHED.glob("*.yaml")))
+    status = write([*map(str, folders), "--out", str(out), *options], printed.tables)
+    printed.add_to(out / "report.json")
+    return status
 
 
 def labels_of(folders: Sequence[Path], labels: Path) -> dict[str, str]:

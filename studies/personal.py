@@ -1,5 +1,5 @@
 """Personal models on the digits: a table of accuracies by client, means over seeds
-(docs/methods.md).
+(studies/compared.md).
 
     OMP_NUM_THREADS=1 python -m studies.personal
 
@@ -27,7 +27,7 @@ from fl_lightning import callbacks as c
 from fl_lightning.callbacks.loggers.per_client_evaluation import summary
 from fl_lightning.datamodules import Digits, Dirichlet
 from fl_lightning.evaluation.evaluator import Evaluator
-from fl_lightning.models import ImageClassifier
+from fl_lightning.models import Classifier
 
 METHODS: dict[str, Callable[[], list[Any]]] = {
     "FedAvg": list,
@@ -65,7 +65,7 @@ def trained(data: Any, callbacks: list[Any], seed: int, rounds: int, **arguments
         "engine": "sequential",
         **arguments,
     }
-    module = FederatedModule(ImageClassifier(network, 10, lr=0.1), **given)
+    module = FederatedModule(Classifier(network, 10, lr=0.1), **given)
     without_validation = {"limit_val_batches": 0, "num_sanity_val_steps": 0}
     quiet_trainer(rounds, callbacks, **without_validation).fit(module, data)
     return module

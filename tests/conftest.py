@@ -13,8 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 pytest.register_assert_rewrite("tests.helpers", "tests.oracles")
+
+# An example takes longer if the machine is busy.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 from tests.helpers import other_lightning  # noqa: E402
 from tests.helpers.zygote import Cli, Zygote, remember_packages  # noqa: E402
@@ -72,29 +77,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the whole tier and the parametrized cases of the fast ways.
-
-    The latter are skipped where these are switched off.
-    """
-    from fl_lightning.engines.fast_switch import why_off
-
-    closed = why_off()
+    """Mark the whole tier."""
     for item in items:
         if tier(item.nodeid, item.get_closest_marker("slow") is not None) == WHOLE:
             item.add_marker(WHOLE)
-        given = vars(item).get("callspec")
-        params = {} if given is None else given.params
-        if params.get("capture") is True or any(map(asks_for_a_fast_way, params.values())):
-            item.add_marker("fast")
-        if closed and item.get_closest_marker("fast"):
-            item.add_marker(pytest.mark.skip(reason=closed))
-
-
-def asks_for_a_fast_way(value: object) -> bool:
-    """Tell whether a parameter of a test is the stacked engine, or settings with a fast way."""
-    if isinstance(value, dict):
-        return value.get("engine") == "stacked" or value.get("capture") is True
-    return value == "stacked" if isinstance(value, str) else False
 
 
 SHARED = pytest.StashKey[Zygote]()
@@ -120,6 +106,14 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if SHARED in config.stash:
         config.stash[SHARED].close()
+
+
+@pytest.fixture(autouse=True)
+def no_seed_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the seed that ``seed_everything`` of an earlier test left in the environment."""
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "")  # so that what this test sets goes with it
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="session")

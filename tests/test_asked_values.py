@@ -69,23 +69,22 @@ class Evaluated(FederatedCallback):
         return gradient + 0 * clients.evaluated
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize(
-    ("method", "line"),
-    [
-        (
-            Undeclared(),
-            "reads clients.loss in on_local_end, .* Write def on_local_end"
-            r"\(self, clients, loss\), or reads_loss = True in the class Undeclared\.",
-        ),
-        (
-            Updates(),
-            "reads server.updates in aggregate, .* Write def aggregate"
-            r"\(self, server, updates\), or gathers = True in the class Updates\.",
-        ),
-        (Evaluated(), r"Write reads_evaluated = True in the class Evaluated\."),
-    ],
-)
+UNASKED = [
+    (
+        Undeclared(),
+        "reads clients.loss in on_local_end, .* Write def on_local_end"
+        r"\(self, clients, loss\), or reads_loss = True in the class Undeclared\.",
+    ),
+    (
+        Updates(),
+        "reads server.updates in aggregate, .* Write def aggregate"
+        r"\(self, server, updates\), or gathers = True in the class Updates\.",
+    ),
+    (Evaluated(), r"Write reads_evaluated = True in the class Evaluated\."),
+]
+
+
+@pytest.mark.parametrize(("method", "line"), UNASKED)
 def test_a_value_that_is_not_asked_for_is_refused_with_the_line_to_write(
     method: Any, line: str
 ) -> None:
@@ -123,7 +122,6 @@ def test_the_updates_are_gathered_for_whoever_asks() -> None:
     assert float(gathered.trainer.callback_metrics["spread"]) > 0
 
 
-@pytest.mark.fast
 def test_a_parameter_of_another_name_is_refused() -> None:
     class Other(FederatedCallback):
         def aggregate(self, server: Any, gathered: Tensor) -> Tensor:

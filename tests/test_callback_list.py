@@ -13,13 +13,8 @@ from torch import Tensor
 
 from fl_lightning import ClientState, FederatedCallback, Scratch, Upload, UserError
 from fl_lightning.callbacks import (
-    ControlVariates,
-    DivergenceLogger,
-    ProximalTerm,
-    RelaxedInitialization,
     SharpnessAwareMinimization,
 )
-from fl_lightning.systems import SystemHeterogeneity
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
@@ -66,76 +61,6 @@ def test_a_hook_of_other_arguments_is_refused_before_the_run(method: Any, said: 
         trainer(1, [method()]).fit(module, blobs())
     assert module.run.state.rounds == 0 and module.run.loop is None
     trainer(1, [OtherNames()]).fit(federated(), blobs())
-
-
-def test_state_that_is_assigned_in_place_of_declared_is_refused() -> None:
-    class Late(FederatedCallback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.last = ClientState()
-
-    with pytest.raises(UserError, match=r"Late assigns a ClientState to self.last.*self.declare\("):
-        Late()
-
-
-class Assigning(FederatedCallback):
-    """Gives the server, or a log, what is of no use."""
-
-    kept = ClientState(synchronised=False)
-
-    def __init__(self, does: Any) -> None:
-        super().__init__()
-        self.does = does
-
-    def on_local_end(self, clients: Any) -> None:
-        self.does(self, clients, None)
-
-    def on_server_update(self, server: Any) -> None:
-        self.does(self, None, server)
-
-
-def gives(name: str, value: Any) -> Any:
-    def does(method: Any, clients: Any, server: Any) -> None:
-        if server is not None:
-            setattr(server, name, value(server))
-
-    return does
-
-
-@pytest.mark.parametrize(
-    ("does", "said"),
-    [
-        (gives("update", lambda s: s.update[:3]), r"given a tensor of shape \(3,\)"),
-        (gives("update", lambda s: s.update.numpy()), r"given array\("),
-        (gives("w", lambda s: s.w + s.update), "Assigning assigns server.w.*server.update in"),
-        (lambda m, c, s: s and s.log("a", "b"), r"server.log\('a', …\) logs one number"),
-        (lambda m, c, s: s and s.log("a", s.w), "given a tensor of shape"),
-        (
-            lambda m, c, s: c and c.log("a", c.x),
-            r"clients.log\('a', …\) takes one number per client",
-        ),
-        (lambda m, c, s: s and m.kept[s], r"kept\[clients\] takes the clients .*rows\(server, ids"),
-    ],
-)
-def test_what_a_hook_cannot_give_or_read_is_said_where_it_does(does: Any, said: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=said):
-        trainer(1, [Assigning(does)]).fit(federated(), blobs())
-
-
-@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
-def test_what_hooks_log_is_read_and_not_changed(engine: str) -> None:
-    class Telling(ControlVariates):
-        def on_local_end(self, clients: Any) -> None:
-            super().on_local_end(clients)
-            clients.log("lr", clients.lr.expand(len(clients.ids)))
-
-    found = []
-    for method in (ControlVariates(), Telling()):
-        torch.manual_seed(3)
-        module, run = federated(engine=engine), trainer(3, [method])
-        run.fit(module, blobs())
-        found.append(module.global_vector.detach())
-    assert torch.equal(*found) and float(run.callback_metrics["lr"]) == pytest.approx(0.1, abs=1e-7)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
@@ -265,35 +190,6 @@ def test_a_gradient_may_be_changed_in_place_or_returned() -> None:
     assert not torch.equal(one.global_vector, plain.global_vector)
 
 
-class OwnMomentum(FederatedCallback):
-    """Returns rows that it keeps."""
-
-    v = ClientState(synchronised=False)
-
-    def __init__(self, hook: str) -> None:
-        super().__init__()
-        setattr(self, hook, self.moved)
-
-    def moved(self, clients: Any, gradient: Tensor) -> Tensor:
-        self.v[clients] = 0.9 * self.v[clients] + gradient
-        return self.v[clients]
-
-
-@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
-@pytest.mark.parametrize("hook", ["on_loss_gradient", "on_local_gradient"])
-def test_rows_that_a_hook_returns_are_not_changed_by_the_next(hook: str, engine: str) -> None:
-    class Pulled(FederatedCallback):
-        def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
-            return gradient + 0.5 * (clients.x - clients.w)
-
-    modules = []
-    for pull in (ProximalTerm(0.5), Pulled()):
-        modules.append(federated(engine=engine))
-        trainer(2, [OwnMomentum(hook), pull]).fit(modules[-1], blobs())
-    one, other = modules
-    torch.testing.assert_close(one.global_vector, other.global_vector, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
 def test_a_full_gradient_at_the_start_moves_no_start(engine: str) -> None:
     class Looking(FederatedCallback):
@@ -312,21 +208,3 @@ def test_a_full_gradient_at_the_start_moves_no_start(engine: str) -> None:
     other = federated(engine="sequential")
     trainer(1, [Looking()]).fit(other, blobs())
     torch.testing.assert_close(module.global_vector, other.global_vector, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("methods", "title"),
-    [
-        ([], "FedAvg"),
-        ([DivergenceLogger()], "FedAvg"),
-        ([SystemHeterogeneity(), ControlVariates()], "SCAFFOLD"),
-        ([ControlVariates(), DivergenceLogger(), RelaxedInitialization()], "SCAFFOLD + FedInit"),
-    ],
-)
-def test_a_run_is_named_after_its_methods_and_not_after_what_measures(
-    methods: list[Any], title: str
-) -> None:
-    module = federated()
-    trainer(1, methods).fit(module, blobs())
-    # The learner is none of ours: its name stands beside.
-    assert module.describe().startswith(f"{title} (Lit) · ")

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
@@ -71,20 +70,6 @@ def test_a_copy_has_everything_and_shares_nothing(method: str, how: str) -> None
     assert torch.equal(twin.export().net[0].weight, twin.learner.net[0].weight)
 
 
-class Copying(pl.Callback):
-    twin: Any = None
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.twin = pickle.loads(pickle.dumps(pl_module))
-
-
-def test_a_module_can_be_pickled_while_it_trains() -> None:
-    module, copying = federated(), Copying()
-    trainer(2, [ControlVariates(), copying]).fit(module, blobs())
-    assert torch.equal(copying.twin.global_vector, module.global_vector)
-    assert len(pickle.dumps(module)) < 60_000  # each weight once, not once a parameter
-
-
 IN_A_ROUND = ("on_round_start", "on_local_end", "on_server_update", "on_round_end")
 
 
@@ -138,29 +123,6 @@ def test_a_copy_made_in_a_round_is_of_the_rounds_before(place: str, engine: str)
     trainer(2, [ControlVariates(), copying]).fit(module, blobs())
     expected, found = state(one), state(copying.found[0])
     assert {key for key, value in expected.items() if not torch.equal(found[key], value)} == set()
-
-
-def test_copies_made_while_other_threads_train_take_nothing_from_them() -> None:
-    class Looking(Normed):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            _ = self.trainer.max_epochs
-            return super().training_step(batch, batch_idx)
-
-    class Exporting(FederatedCallback):
-        def on_local_start(self, clients: Any) -> None:
-            module.export()
-
-    given: dict[str, Any] = {
-        "engine": "concurrent",
-        "workers": 4,
-        "participation": "all",
-        "capture": False,
-    }
-    module, alone = federated(Looking(), **given), federated(Looking(), **given)
-    alone.learner.load_state_dict(module.learner.state_dict())
-    trainer(2, [Exporting()]).fit(module, blobs())
-    trainer(2).fit(alone, blobs())
-    assert torch.equal(module.global_vector, alone.global_vector)
 
 
 def test_a_copied_store_reads_rows_wherever_they_lie(tmp_path: Any) -> None:

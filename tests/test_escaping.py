@@ -19,7 +19,7 @@ from fl_lightning.datamodules import InMemoryDataModule as Data
 from fl_lightning.lab.report.runs import find, read_table
 from fl_lightning.metrics import read_rows
 from fl_lightning.record.metrics_csv import MetricsCSV
-from tests.deploy.test_permitted import Questions, Scaled, refused
+from tests.deploy.test_questions import LiveSite
 from tests.helpers.learners import Lit, federated, trainer
 from tests.report.folders import make_run
 
@@ -92,11 +92,9 @@ def test_a_report_in_markdown_has_no_html_and_no_link_of_a_name(written: Path) -
 
 
 def test_no_cell_of_a_report_is_a_formula(written: Path) -> None:
-    for name in ("report.csv", "curves.csv"):
-        assert not computed(written / name)
-        assert "'" + HOSTILE in cells(written / name)
-        assert HOSTILE in {row["arm"] for row in read_table(written / name)}
-    assert "0.6" in cells(written / "curves.csv")
+    assert not computed(written / "report.csv")
+    assert "'" + HOSTILE in cells(written / "report.csv")
+    assert HOSTILE in {row["arm"] for row in read_table(written / "report.csv")}
 
 
 def test_the_page_of_a_report_escapes_names(written: Path) -> None:
@@ -181,13 +179,12 @@ def test_the_card_of_a_run_shows_names_as_they_are(tmp_path: Path) -> None:
 def test_a_site_s_log_has_no_control_character_of_a_question(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    site = Questions(tmp_path, [], Scaled)
+    site = LiveSite(list, tmp_path)
     try:
-        refused(site.ask(text, [1]))
-        told = site.ask("round", [1], **{f"learner/{text}": 1})
+        site.refused(site.question(what=text))
+        told = site.ask(site.question(**{f"state/{text}": 1}))
     finally:
-        site.asked.put(None)
-        site.thread.join()
+        site.close()
     assert told.what in ("failed", "lost")
     log = capsys.readouterr().err
     assert log and not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", log)

@@ -88,6 +88,11 @@ def test_drift_is_seen_and_taken_out(example: Example) -> None:
     assert fedavg > 0.3 and scaffold < 0.02
 
 
+def test_clients_stay_closer_on_graphs_with_more_messages(example: Example) -> None:
+    _, (_, ring, torus, exponential, everybody) = example("graphs_pictured")
+    assert ring > 5 * torus > 5 * exponential > 0 and everybody == 0
+
+
 def test_splits_differ_as_their_names_say(example: Example) -> None:
     _, (iid, dirichlet, _, pathological, _) = example("splits_pictured")
     assert iid >= 8 and dirichlet < 4 and pathological < 3

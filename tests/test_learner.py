@@ -52,12 +52,6 @@ class Manual(Lit):
         self.automatic_optimization = False
 
 
-class Lazy(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[0] = nn.LazyLinear(8)
-
-
 class Mixed(Lit):
     def __init__(self) -> None:
         super().__init__()
@@ -79,22 +73,11 @@ class Complex(Lit):
         (TwoOptimizers, ["TwoOptimizers", "2 optimizers", "client_optimizer"]),
         (Untrained, ["Untrained has no training_step"]),
         (lambda: Configured(lambda o, s: ([o], [s])), ["StepLR", "built with another optimizer"]),
-        (lambda: Configured(lambda o, s: (o, s)), ["StepLR in the place of an optimizer"]),
-        (lambda: Configured(lambda o, s: "SGD"), ["'SGD' in the place of an optimizer"]),
-        (lambda: Configured(lambda o, s: {"optim": o}), ["dict with 'optim' in", "an optimizer"]),
-        (lambda: Configured(lambda o, s: {"optimizer": [o]}), ["list in the place of an opt"]),
-        (
-            lambda: Configured(lambda o, s: {"optimizer": o, "lr_scheduler": {"sched": s}}),
-            ["dict with 'sched' in the place of an lr scheduler", "'scheduler': scheduler"],
-        ),
-        (
-            lambda: Configured(lambda o, s: {"optimizer": o, "lr_scheduler": [s]}),
-            ["list in the place of an lr scheduler"],
-        ),
+        (lambda: Configured(lambda o, s: (o, s)), ["Configured", "Unknown configuration"]),
+        (lambda: Configured(lambda o, s: "SGD"), ["Configured", "Unknown configuration"]),
         (OwnStep, ["OwnStep", "optimizer_step", "FederatedCallback"]),
         (OldLayers, ["configure_sharded_model", "configure_model"]),
         (Manual, ["manual optimization", "training_step", "one optimizer"]),
-        (Lazy, ["lazy", "net.0.weight"]),
         (Mixed, ["several dtypes", "torch.float64"]),
         (lambda: Complex(alone=False), ["phase is complex64", "torch.view_as_real"]),
         (lambda: Complex(alone=True), ["phase is complex64", "torch.view_as_real"]),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from fl_lightning.errors import UserError
 from fl_lightning.metrics import read_rows
 from fl_lightning.record.metrics_csv import MetricsCSV
-from tests.helpers.learners import Lit, blobs, federated, trainer
 
 torch.set_num_threads(1)
 
@@ -84,38 +81,6 @@ def test_a_kill_at_any_byte_and_a_resume_leave_the_same_file(tmp_path: Path, res
         assert text(tmp_path / "killed") == text(tmp_path / "whole")
 
 
-def test_without_a_resume_an_existing_file_goes_on(tmp_path: Path) -> None:
-    rounds(MetricsCSV(tmp_path), 0, 3)
-    MetricsCSV(tmp_path).log_metrics({"test/acc": 0.5}, 3)
-    assert text(tmp_path).splitlines()[1].startswith("0,") and text(tmp_path).endswith(
-        "\n3,,,,0.5\n"
-    )
-
-
-def test_resume_without_a_file_or_at_its_first_line_is_quiet(tmp_path: Path) -> None:
-    MetricsCSV(tmp_path).resume(3)
-    assert not (tmp_path / "metrics.csv").exists()
-    (tmp_path / "metrics.csv").write_text("rou")
-    logger = MetricsCSV(tmp_path)
-    logger.resume(3)
-    logger.log_metrics({"x": 1.0}, 3)
-    assert text(tmp_path) == "round,x\n3,1.0\n"
-
-
-def test_a_new_run_that_replaces_the_rows_of_an_earlier_one_warns(tmp_path: Path) -> None:
-    def fit(start: Path | None = None) -> list[str]:
-        run = trainer(2 if start else 1, logger=MetricsCSV(tmp_path))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            run.fit(federated(), blobs(), ckpt_path=start)
-        run.save_checkpoint(tmp_path / "last.ckpt")
-        return [str(each.message) for each in caught if "metrics.csv" in str(each.message)]
-
-    assert not fit() and not fit(tmp_path / "last.ckpt")
-    (warning,) = fit()
-    assert str(tmp_path / "metrics.csv") in warning and len(text(tmp_path).splitlines()) == 2
-
-
 def test_a_file_that_is_none_of_ours_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("round,x\n0,1,2\n1,3\n")
     with pytest.raises(UserError, match=r"metrics.csv, line 2"):
@@ -163,44 +128,6 @@ def test_a_torn_last_line_never_blocks_a_resume(tmp_path: Path, torn: bytes) -> 
     assert text(tmp_path) == whole
 
 
-def test_what_two_runs_left_after_the_rounds_that_are_needed_is_dropped(tmp_path: Path) -> None:
-    rest = b"3,0.1\n,,4,0.3,5,\n4,0.1,0.2\n"
-    whole = written(tmp_path, rest)
-    going_on(tmp_path)
-    assert text(tmp_path) == whole
-    written(tmp_path, rest)
-    with pytest.raises(UserError, match="line 5"):
-        MetricsCSV(tmp_path).resume(4)
-
-
-KILLED = """
-import sys, os, time, torch
-from tests.test_loggers import MetricsCSV, rounds
-from pathlib import Path
-logger = MetricsCSV(Path(sys.argv[1]))
-t = 0
-while True:
-    rounds(logger, t, t + 1)
-    t += 1
-    if t == 12:
-        print("go", flush=True)
-"""
-
-
-def test_a_killed_process_loses_at_most_the_round_it_was_in(python: str, tmp_path: Path) -> None:
-    command = [python, "-c", KILLED, str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
-    assert process.stdout is not None and process.stdout.readline() == b"go\n"
-    process.kill()
-    # `python` passes its death on: only the end of the output says that the writer is dead, too.
-    process.communicate()
-    logger = MetricsCSV(tmp_path)
-    logger.resume(12)
-    rounds(logger, 12, 14)
-    rounds(MetricsCSV(tmp_path / "whole"), 0, 14)
-    assert text(tmp_path) == text(tmp_path / "whole")
-
-
 class Learner(pl.LightningModule):
     """One batch an epoch; logs as the federated module does.
 
@@ -242,25 +169,3 @@ def test_a_trainer_writes_training_and_validation_in_one_row(tmp_path: Path) -> 
     lines = text(tmp_path).splitlines()
     assert lines[0] == "round,train/loss,val/acc" and len(lines) == 3 and lines[1] == "0,0.5,0.0"
     assert (tmp_path / "checkpoints").is_dir()  # Lightning's checkpoints find their way beside it
-
-
-def test_the_learner_s_example_gives_the_graph_and_the_sizes(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from pytorch_lightning.loggers import TensorBoardLogger
-    from pytorch_lightning.utilities.model_summary import summarize
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    class Drawn(Lit):
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.net(x)
-
-    learner = Drawn()
-    learner.example_input_array = torch.zeros(2, 20, dtype=torch.float64)
-    module = federated(learner)
-    logger = TensorBoardLogger(tmp_path, log_graph=True)
-    with warnings.catch_warnings(record=True) as told:
-        trainer(1, logger=logger).fit(module, blobs())
-    assert not [one for one in told if "example_input_array" in str(one.message)]
-    events = EventAccumulator(logger.log_dir)
-    events.Reload()
-    assert events.Tags()["graph"] and summarize(module).in_sizes == [[2, 20]]

@@ -15,10 +15,8 @@ import pytest
 import torch
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 
-from fl_lightning.callback import ClientState, FederatedCallback
 from fl_lightning.callbacks import ControlVariates, PartialAveraging, RelaxedInitialization
 from fl_lightning.checks.refusals import check_trainer
-from fl_lightning.engines.fast_switch import why_off
 from fl_lightning.errors import UserError
 from fl_lightning.optim import FedAdam
 from tests.helpers.breaking import (
@@ -35,7 +33,7 @@ from tests.helpers.breaking import (
     different,
     leavings,
 )
-from tests.helpers.learners import blobs, federated, trainer
+from tests.helpers.learners import blobs
 from tests.helpers.processes import launched
 
 
@@ -77,7 +75,7 @@ CASES = {
         moving,
         engine="concurrent",
         workers=2,
-        capture=not why_off(),
+        capture=True,
         server_optimizer=heavy,
         **OPTIMIZERS,
     ),
@@ -194,46 +192,6 @@ def test_interrupted_by_ctrl_c_at_any_line_of_the_end(case: str, first: int) -> 
             assert line > 200 and not fuse.blown
             break
         assert not different(left, uninterrupted(case)), line
-
-
-def test_what_validation_left_in_a_first_check_does_not_stay() -> None:
-    fuse = Fuse("validation_step", round=0)
-    assert not different(
-        CASES["sequential"].fitted_again(fuse, num_sanity_val_steps=1), uninterrupted("sequential")
-    )
-
-
-def test_a_row_that_cannot_be_stored_undoes_the_round() -> None:
-    class Phases(FederatedCallback):
-        angle = ClientState(synchronised=False, shape=(2,), dtype=torch.complex128)
-
-        def on_local_end(self, clients: Any) -> None:
-            self.angle[clients] = self.angle[clients] + 1j
-
-    module = federated()
-    before = module.global_vector.detach().clone()
-    with pytest.raises(ValueError, match="cannot be stored"):
-        trainer(1, [Phases(), ControlVariates()]).fit(module, blobs())
-    assert torch.equal(module.global_vector, before)
-    assert module.run.state.rounds == 0 and not module.client_rows.store.names()
-
-
-def test_what_a_fit_starts_from_is_not_loaded_again(tmp_path: Path) -> None:
-    CASES["partial"].begun(Fuse(""))[0].export(tmp_path / "start.ckpt")
-    case = Case(moving, engine="sequential", init_from=str(tmp_path / "start.ckpt"))
-    assert not different(case.fitted_again(Fuse("on_validation_start")), case.uninterrupted())
-
-
-def test_weights_that_were_moved_between_fits_leave_w_as_it_is() -> None:
-    case, fuse = CASES["partial"], Fuse("on_round_end", round=1)
-    module, run, logged = case.begun(fuse)
-    broken(module, run, fuse)
-    assert not torch.equal(module.global_vector, module.evaluated_vector)
-    # as when Lightning takes a model from a GPU and back
-    for parameter in module.learner.parameters():
-        parameter.data = parameter.data.clone()
-    run.fit(module, blobs())
-    assert not different(leavings(module, run, logged), uninterrupted("partial"))
 
 
 @pytest.mark.parametrize("hook", [*OF_LIGHTNING[:2], *OF_LIGHTNING[4:]])

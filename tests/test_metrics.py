@@ -402,7 +402,7 @@ def test_it_is_asked_for_where_it_decides_and_nowhere_else(tmp_path: Path) -> No
     # c has 0
     assert summarise(find([tmp_path / "two"]), claims=claims).verdicts[0].interval.mean == 0.375
     claims.write_text(text.replace("MODE", ", mode: best"))
-    with pytest.raises(UserError, match=r"mode 'best' is not known. Accepted: max, min"):
+    with pytest.raises(UserError, match=r"mode='best' is not accepted; it has to be"):
         read_claims(claims, ())
 
 

@@ -5,34 +5,57 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
 
 from fl_lightning import FederatedModule, UserError
+from fl_lightning.accepted import PositiveFloat, check
+from fl_lightning.checks import optimizers
+from fl_lightning.optim import FedAdagrad, FedAdam
+from fl_lightning.schedules import Cosine, Exponential, Schedule, Steps
 from tests.helpers.learners import Lit, blobs, federated, trainer
+
+MADE = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+CONFIG = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
 
 
 @pytest.mark.parametrize("name", ["client_optimizer", "server_optimizer"])
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
-        "SGD",
-        0.1,
-        [torch.optim.SGD],
-        "made",
-    ],
-    ids=["dict", "name", "number", "list", "made"],
-)
-def test_an_optimizer_that_is_no_function(name, given) -> None:
-    if given == "made":
-        given = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
-    with pytest.raises(
-        UserError, match=f"^{name}=.* is not a function.*lambda params: torch.optim.SGD"
-    ):
+@pytest.mark.parametrize("given", [CONFIG, "SGD", 0.1, [torch.optim.SGD], MADE])
+def test_an_optimizer_that_is_no_function(name: str, given: Any) -> None:
+    words = f"^{name}=.* is not a function.*lambda params: torch.optim.SGD"
+    with pytest.raises(UserError, match=words):
         FederatedModule(Lit(), **{name: given})
+
+
+W = torch.nn.Parameter(torch.zeros(2))
+UNUSABLE = [  # what cannot work, and what is said of it
+    (torch.optim.SGD([W], lr=float("nan")), "SGD: lr=nan"),
+    (torch.optim.LBFGS([W]), "LBFGS evaluates the loss several times"),
+    (None, "it gives nothing"),
+    ([torch.optim.SGD([W], lr=0.1)], "it gives a list"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "says"), UNUSABLE)
+def test_optimizers_that_cannot_work(wrong: Any, says: str) -> None:
+    optimizers.check_optimizer("client_optimizer", torch.optim.SGD([W], lr=0.0))
+    with pytest.raises(UserError, match=f"^client_optimizer: {says}"):
+        optimizers.check_optimizer("client_optimizer", wrong)
+    for make in (FedAdam, FedAdagrad):
+        with pytest.raises(UserError, match=r"lr=nan"):
+            make([W], lr=float("nan"))
+
+
+GOES = [1, 0.998, 1.01, Exponential(0.0), Exponential(1.001), Cosine(5), Steps({3: 0.0})]
+
+
+@pytest.mark.parametrize("decay", GOES)
+def test_what_stays_finite_is_taken(decay: float | Schedule) -> None:
+    check("lr_decay", decay, PositiveFloat | Schedule)
+    optimizers.rates_over("lr_decay", decay, 500)
 
 
 @pytest.mark.parametrize("name", ["client_optimizer", "server_optimizer"])

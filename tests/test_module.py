@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from fl_lightning import FederatedCallback, FederatedModule, UserError
 from fl_lightning.callbacks import (
     ControlVariates,
-    PartialAveraging,
     RelaxedInitialization,
     RobustAggregation,
 )
@@ -123,27 +121,6 @@ def test_precisions_train(precision: Any) -> None:
     assert module.global_vector.dtype == expected[precision]
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
-def test_weights_in_half_precision_are_refused_by_the_trainer_s_option(precision: Any) -> None:
-    """A rate of 1e-4 would do nothing to weights of eight bits."""
-    module = FederatedModule(Lit(), participation=0.3, seed=1)
-    run = trainer(1, precision=precision)
-    with pytest.raises(UserError, match=rf"trainer.precision='{precision}'.*'bf16-mixed'"):
-        run.fit(module, blobs(dtype=torch.float32))
-
-
-class HalfInSetup(Lit):
-    def setup(self, stage: str) -> None:
-        self.half()
-
-
-@pytest.mark.parametrize("learner", [Lit().bfloat16(), HalfInSetup()], ids=["given", "in setup"])
-def test_a_learner_in_half_precision_is_refused(learner: Lit) -> None:
-    module = FederatedModule(learner, participation=0.3, seed=1)
-    with pytest.raises(UserError, match=r"trainable parameter net.0.weight is b?float16.* float32"):
-        trainer(1).fit(module, blobs(dtype=torch.float32))
-
-
 class FrozenHalf(Lit):
     """A frozen base in bfloat16 below a head in float32."""
 
@@ -204,50 +181,36 @@ class Momentum(FederatedCallback):
         server.update = self.m
 
 
+class Annealed(Lit):
+    """Goes on from round to round where no checkpoint has it, by a function."""
+
+    rounds = 0
+
+    def on_train_epoch_start(self) -> None:
+        anneal(self)
+
+
+def anneal(learner: Any) -> None:
+    learner.rounds += 1
+
+
+class Saved(Annealed):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["rounds"] = self.rounds
+
+
 def test_a_resumed_run_says_what_its_checkpoint_does_not_hold(tmp_path: Path) -> None:
     run = trainer(1, [Momentum()])
-    run.fit(module := federated(), blobs())
+    run.fit(module := federated(Annealed()), blobs())
     run.save_checkpoint(path := tmp_path / "one.ckpt")
-    assert not any("self.m" in note for note in module.notes)
-    with pytest.warns(UserWarning, match=r"Momentum sets self\.m in a hook, "):
-        trainer(2, [Momentum()]).fit(federated(), blobs(), ckpt_path=path)
-
-
-class Cooling(Lit):
-    """Keeps its temperature where no checkpoint has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = 1.0
-        self.seen: list[int] = []
-        self.batches = 0
-
-    def on_train_epoch_end(self) -> None:
-        self.temperature *= 0.5
-        self.seen = [self.current_epoch]
-
-    def on_validation_epoch_start(self) -> None:
-        self.batches = 0
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.batches += 1
-
-
-class Saved(Cooling):
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["temperature"] = self.temperature
-
-
-def test_a_resumed_run_says_what_of_its_learner_no_checkpoint_holds(tmp_path: Path) -> None:
-    for learner in (Cooling, Saved, Lit):
-        run = trainer(1)
-        run.fit(module := federated(learner()), blobs())
-        assert not any("temperature" in note for note in module.notes)
-        run.save_checkpoint(path := tmp_path / f"{learner.__name__}.ckpt")
-        trainer(2).fit(resumed := federated(learner()), blobs(), ckpt_path=path)
-        said = [note for note in resumed.notes if "which no checkpoint holds" in note]
-        assert len(said) == (learner is Cooling)
-        assert not said or "Cooling changes temperature, " in said[0]
+    told = ("Momentum sets self.m in a hook, ", "Annealed changes rounds from round to round, ")
+    assert not any(note.startswith(told) for note in module.notes)
+    resumed = federated(Annealed())
+    trainer(3, [Momentum()]).fit(resumed, blobs(), ckpt_path=path)
+    assert [sum(note.startswith(each) for note in resumed.notes) for each in told] == [1, 1]
+    for learner in (Lit(), Saved()):
+        trainer(2, [Momentum()]).fit(other := federated(learner), blobs(), ckpt_path=path)
+        assert not any("from round to round" in note for note in other.notes)
 
 
 def test_a_second_fit_goes_on_with_the_same_trainer_and_starts_afresh_with_another() -> None:
@@ -267,54 +230,6 @@ def test_a_second_fit_goes_on_with_the_same_trainer_and_starts_afresh_with_anoth
     fresh = federated(exported)
     scaffold(2).fit(fresh, blobs())
     assert torch.equal(whole.global_vector, fresh.global_vector)
-
-
-def test_a_fit_notes_that_it_goes_on_from_the_weights_of_a_validated_checkpoint(
-    tmp_path: Path,
-) -> None:
-    """As in plain Lightning, weights that ``trainer.validate`` loads stay in the module."""
-    run, module, starts = trainer(1), federated(), list[Tensor]()
-
-    class Starting(FederatedCallback):
-        def on_round_start(self, server: Any) -> None:
-            starts.append(server.w.clone())
-
-    def fit(rounds: int) -> list[str]:
-        run.fit_loop.max_epochs = rounds
-        run.fit(module, blobs())
-        return [note for note in module.notes if "loaded the weights of" in note]
-
-    fit(1)
-    run.save_checkpoint(path := tmp_path / "one.ckpt")
-    assert fit(2) == []
-    run.validate(module, blobs(), ckpt_path=path, verbose=False)
-    run.callbacks.append(Starting())
-    with pytest.warns(UserWarning, match="trainer.validate loaded the weights of .*one.ckpt"):
-        assert len(fit(3)) == 1
-    (start,) = starts
-    saved = torch.load(path, weights_only=True)["state_dict"]
-    assert torch.equal(start, torch.cat([saved[name].flatten() for name in module.layout]))
-    trainer(2).fit(module, blobs(), ckpt_path=path)
-    assert not any("loaded the weights of" in note for note in module.notes)
-
-
-def test_a_run_has_its_own_notes_and_not_those_of_the_module_s_earlier_run() -> None:
-    def partly() -> pl.Trainer:
-        return trainer(1, [PartialAveraging(period=2)])
-
-    module, said = federated(), "never reaches the server"
-    module.note("before the first run")
-    run = partly()
-    with pytest.warns(UserWarning, match=said):
-        run.fit(module, blobs())
-    run.fit_loop.max_epochs = 2
-    run.fit(module, blobs())
-    first, second = module.notes
-    assert first == "before the first run" and said in second
-    trainer(1).fit(module, blobs())
-    assert module.notes == []
-    with pytest.warns(UserWarning, match=said):
-        partly().fit(module, blobs())
 
 
 def test_a_fit_that_ended_in_a_validation_goes_on_after_trainer_validate() -> None:
@@ -338,12 +253,8 @@ def test_a_fit_that_ended_in_a_validation_goes_on_after_trainer_validate() -> No
         assert torch.equal(module.state_dict()[name], value), name
 
 
-def test_a_run_that_drew_its_seed_resumes_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_drew_its_seed_resumes_with_it(tmp_path: Path) -> None:
     """The partition follows from the seed, and is there before a checkpoint is read."""
-    # of seed_everything, which other tests call
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     x, y = torch.randn(200, 20, dtype=torch.float64), torch.arange(200) % 4
 
     def fitted(rounds: int, seed: int | None = None, start: Path | None = None) -> Any:
@@ -386,107 +297,3 @@ def test_what_is_kept_for_clients_is_not_handed_to_clients_of_other_data() -> No
         else:
             run.fit(module, blobs(clients=7))
         assert run.current_epoch == 3 and not torch.equal(module.global_vector, w)
-
-
-def test_whose_rows_they_are_is_known_where_a_data_module_is_split_anew() -> None:
-    def data(seed: int | None = None) -> InMemoryDataModule:
-        x, y = torch.randn(120, 20, dtype=torch.float64), torch.arange(120) % 4
-        return InMemoryDataModule((x, y), num_clients=10, batch_size=8, seed=seed)
-
-    def began(own: InMemoryDataModule) -> tuple[FederatedModule, pl.Trainer]:
-        module, run = federated(), trainer(2, [ControlVariates()])
-        run.fit(module, own)
-        run.fit_loop.max_epochs = 3
-        return module, run
-
-    module, run = began(own := data(seed=1))
-    own.seed = 7
-    with pytest.raises(UserError, match="these data have other clients"):
-        run.fit(module, own)
-
-    module, run = began(shared := data())
-    trainer(1).fit(federated(seed=5), shared)
-    run.fit(module, data())
-    assert run.current_epoch == 3
-
-
-def test_a_checkpoint_of_a_fit_that_was_refused_says_whose_rows_it_holds(tmp_path: Path) -> None:
-    module = federated()
-    run = trainer(
-        2,
-        [ControlVariates(), OnExceptionCheckpoint(tmp_path)],
-        enable_checkpointing=True,
-        default_root_dir=tmp_path,
-    )
-    run.fit(module, blobs())
-    run.fit_loop.max_epochs = 3
-    with pytest.raises(UserError, match="these data have other clients"):
-        run.fit(module, blobs(clients=7))
-    (saved,) = map(str, tmp_path.glob("*.ckpt"))
-    with pytest.raises(UserError, match="data's partition"):
-        trainer(3, [ControlVariates()]).fit(federated(), blobs(clients=7), ckpt_path=saved)
-    trainer(3, [ControlVariates()]).fit(resumed := federated(), blobs(), ckpt_path=saved)
-    run.fit(module, blobs())
-    assert torch.equal(module.global_vector, resumed.global_vector)
-
-
-def test_who_takes_part_can_be_a_subclass_s_own() -> None:
-    class Own(FederatedModule):
-        def __init__(self, learner: Any, ids: tuple[int, ...], **arguments: Any) -> None:
-            super().__init__(learner, **arguments)
-            self.ids = ids
-
-        def participants(self, t: int) -> tuple[int, ...]:
-            return self.ids
-
-    module = Own(Lit().double(), (1, 4), participation=2, local_epochs=1, seed=1)
-    trainer(1, [ControlVariates()]).fit(module, blobs())
-    assert module.client_rows.store.clients("ControlVariates.c_i").tolist() == [1, 4]
-
-
-def test_the_one_batch_of_a_round_is_no_reason_to_warn(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
-    logger = CSVLogger(str(tmp_path))
-    quiet = {"enable_checkpointing": False, "enable_progress_bar": False}
-    pl.Trainer(max_epochs=1, accelerator="cpu", logger=logger, **quiet).fit(federated(), blobs())
-    assert [str(each.message) for each in recwarn if "logging interval" in str(each.message)] == []
-
-
-def test_what_runs_is_told_once_it_has_begun_and_from_then_on() -> None:
-    module, elsewhere = federated(), trainer(1)
-    elsewhere.validate(module, blobs(), verbose=False)
-    for asked in (module.describe, lambda: module.export(client=7)):
-        with pytest.raises(UserError, match="only after a run has begun"):
-            asked()
-    trainer(1).fit(module, blobs())
-    told, weights = module.describe(), module.export(client=7).net[0].weight
-    elsewhere.validate(module, blobs(clients=4), verbose=False)  # which has no client 7
-    assert module.describe() == told and "3 of 10 clients" in told
-    assert torch.equal(module.export(client=7).net[0].weight, weights)
-
-
-class Uncopyable(nn.Linear):
-    """As ema_pytorch's EMA, its `__new__` takes an argument that copies do not give."""
-
-    def __new__(cls, size: int) -> Uncopyable:
-        return super().__new__(cls)
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size, size)
-
-
-class WithUncopyable(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.average = Uncopyable(4).requires_grad_(False)
-
-
-@pytest.mark.filterwarnings("ignore:engine=")
-def test_export_names_the_part_that_cannot_be_copied() -> None:
-    module = FederatedModule(WithUncopyable(), participation=0.3, seed=1)
-    trainer(1).fit(module, blobs(dtype=torch.float32))
-    with pytest.raises(
-        UserError, match=r"WithUncopyable cannot .* its part average \(Uncopyable\)"
-    ):
-        module.export()

@@ -3,7 +3,8 @@
 A Python block that begins with ``# name.py`` is that file, another is a program; a YAML block that
 begins with ``# name.yaml`` is that file. Of ``sh`` each command is run. A comment ``<!-- not run:
 why -->`` before a block says what is missing here: of its commands the options are parsed alone,
-unless it installs what they name.
+unless it installs what they name. A fence without a language right after a block is what the block
+prints: each of its lines has to come, with other numbers; ``…`` leaves lines out.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ DOCS = ROOT / "docs"
 
 FENCE = re.compile(
     r"(?:<!-- not run: (?P<why>[^>]+) -->\n)?"
-    r"^```(?P<language>\w+)(?P<rest>[^\n]*)\n(?P<text>.*?)^```$",
+    r"^```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```$"
+    r"(?:\n\n(?:```\n(?P<printed>.*?)^```$|(?P<pictured>!\[)))?",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -50,11 +52,13 @@ AS_INSTALLED = {"fl-lightning": "fl_lightning", "torchrun": "torch.distributed.r
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its text, and why it is not run (None: it is)."""
+    """A fenced block: its language, its text, why it is not run (None: it is), what it prints."""
 
     language: str
     text: str
     why: str | None
+    printed: str | None = None
+    pictured: bool = False
 
     @property
     def file(self) -> str | None:
@@ -72,11 +76,26 @@ class Block:
 
 def blocks_of(page: Path) -> Iterator[Block]:
     for found in FENCE.finditer(page.read_text("utf-8")):
-        # Lines of a source file, which another test compares with it.
-        if found["language"] == "python" and found["rest"].strip():
-            continue
         if found["language"] in ("python", "yaml", "sh", "bash"):
-            yield Block(found["language"], found["text"], found["why"])
+            shown = found["printed"], found["pictured"] is not None
+            yield Block(found["language"], found["text"], found["why"], *shown)
+
+
+def shape(line: str) -> str:
+    """A printed line with each number as 0, and without what differs from machine to machine."""
+    line = re.sub(r" · (sequential|stacked|concurrent).*", " · ENGINE", line)
+    line = re.sub(r"\d[\d.]*(e[-+]?\d+)?", "0", line)
+    return re.sub(r"0 [kM]?B?\b", "0 ", " ".join(line.split()))
+
+
+def missing(printed: str, output: str) -> list[str]:
+    """The lines of ``printed`` that ``output`` does not have, also not with other numbers."""
+    coming = set(map(shape, output.splitlines()))
+    return [
+        line
+        for line in printed.splitlines()
+        if line.strip() not in ("", "…") and shape(line) not in coming
+    ]
 
 
 def runs(block: Block) -> bool:
@@ -105,7 +124,7 @@ def installed(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(installed: Path, cli: Cli) -> object:
     """Run one command in the test's folder; it has to succeed."""
 
-    def one(words: list[str]) -> None:
+    def one(words: list[str]) -> str:
         words = list(words)
         given = {}
         while "=" in words[0]:
@@ -130,6 +149,7 @@ def run(installed: Path, cli: Cli) -> object:
             )
             output, status = other.stdout + other.stderr, other.returncode
         assert status == 0, f"{shlex.join(words)}\n{output[-3000:]}"
+        return output
 
     return one
 
@@ -142,10 +162,28 @@ def test_what_a_page_prints_runs(page: Path, run, cli: Cli) -> None:  # type: ig
             (cli.folder / block.file).write_text(block.text, "utf-8")
         elif runs(block) and block.language == "python":
             (cli.folder / f"program_{number}.py").write_text(block.text, "utf-8")
-            run(["python", f"program_{number}.py"])
+            output = run(["python", f"program_{number}.py"])
+            assert not missing(block.printed or "", output), output
         elif runs(block):
-            for command in block.commands:
-                run(command)
+            output = "\n".join(run(command) for command in block.commands)
+            assert not missing(block.printed or "", output), output
+
+
+def test_what_a_page_shows_is_compared_but_for_its_numbers() -> None:
+    output = "a 1.5 kB · concurrent × 2\nround 1/20\nround 2/20\nb  3\n"
+    assert not missing("a 3 B · sequential\n…\nround 7/9\nb 4", output)
+    assert missing("c 4\nb 4\nround one", output) == ["c 4", "round one"]
+
+
+def test_every_command_of_a_page_that_runs_shows_what_it_prints() -> None:
+    silent = [
+        f"{named(page)}: {block.text.splitlines()[0]}"
+        for page in PAGES
+        for block in blocks_of(page)
+        if block.language == "sh" and runs(block)
+        if block.printed is None and not block.pictured
+    ]
+    assert not silent
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

@@ -9,7 +9,7 @@ import pytest
 import pytorch_lightning as pl
 
 from fl_lightning import Exponential, Linear, UserError
-from fl_lightning.schedules import Cosine, Schedule, Steps, arguments, decay_factor, decay_text
+from fl_lightning.schedules import Cosine, Steps, decay_factor
 from tests.helpers.compositions import Function
 from tests.helpers.learners import blobs, federated, trainer
 
@@ -67,21 +67,6 @@ def test_what_is_no_schedule_is_refused(make: Any, words: str) -> None:
         make()
 
 
-def test_schedules_say_what_they_are() -> None:
-    assert repr(Cosine(5)) == "Cosine(rounds=5, end=0.0)"
-    assert (decay_text(0.5), decay_text(1.0)) == (" × 0.5^t", "")
-    assert decay_text(Exponential(0.5)) == " × Exponential(gamma=0.5)"
-
-    class Mine(Schedule):
-        def __init__(self, of: Any, inner: Schedule, hidden: int) -> None:
-            self.of, self.inner, self._hidden = of, inner, hidden
-
-        def __call__(self, round: int) -> float:
-            return 1.0
-
-    assert arguments(Mine(abs, Exponential(0.5), 3)) == "inner=Exponential(gamma=0.5)"
-
-
 def test_schedules_with_a_function_say_the_same_in_every_process() -> None:
     function = repr(Function(lambda t: 1.0))
     assert function == repr(Function(lambda t: 1.0)) == "Function()"
@@ -97,19 +82,3 @@ def test_schedules_start_at_their_scale() -> None:
         Exponential(2.0, scale=-1.0)(10_000) == -float("inf")
         and Exponential(2.0, scale=0.0)(10_000) == 0
     )
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: Exponential(0.9, scale=float("nan")), lambda: Cosine(3, scale=float("inf"))]
-)
-def test_a_scale_is_a_finite_number(make: Any) -> None:
-    with pytest.raises(UserError, match=r"scale=.*finite"):
-        make()
-
-
-def test_linear_goes_from_start_to_end_and_stays_there() -> None:
-    assert [Linear(0.1, 0.5, 4)(t) for t in (0, 1, 4, 9)] == pytest.approx([0.1, 0.2, 0.5, 0.5])
-    with pytest.raises(UserError, match="Linear: rounds=0"):
-        Linear(0.0, 1.0, 0)
-    with pytest.raises(UserError, match="Linear: end=inf"):
-        Linear(0.0, float("inf"), 3)

@@ -13,10 +13,8 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import (
-    Checkpoint,
     EMAWeightAveraging,
     ModelCheckpoint,
-    OnExceptionCheckpoint,
     WeightAveraging,
 )
 from torch import Tensor
@@ -109,16 +107,6 @@ def test_a_run_resumes_to_the_same_bits(kind: str, methods: Any, tmp_path: Path)
                 assert torch.equal(last[part][name], value), (part, name)
 
 
-def test_another_fit_by_the_same_trainer_is_said_to_begin_the_averages_anew(tmp_path: Path) -> None:
-    module, run = federated(Lit()), trainer(2, [WeightAveraging()], default_root_dir=tmp_path)
-    run.fit(module, blobs())
-    assert not any("anew" in note for note in module.notes)
-    run.fit_loop.max_epochs = 3
-    run.fit(module, blobs())
-    (note,) = [note for note in module.notes if "anew" in note]
-    assert note.startswith("WeightAveraging begins its averages anew")
-
-
 def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1.0, momentum=0.5)
 
@@ -138,138 +126,23 @@ def test_a_checkpoint_within_a_round_resumes_to_the_same_bits(tmp_path: Path) ->
         assert torch.equal(resumed.state_dict()[name], value), name
 
 
-class Kept(Normed):
-    """Has a buffer that no state_dict holds, and that its steps change."""
+def test_after_an_exception_in_a_validation_a_run_goes_on_from_w(tmp_path: Path) -> None:
+    class Ending(Saving):
+        ends = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("running_mean", torch.zeros(20), persistent=False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.running_mean.mul_(0.9).add_(0.1 * batch[0].mean(0))
-        return super().training_step((batch[0] - self.running_mean, batch[1]), batch_idx)
-
-
-class Within(pl.Callback):
-    """Saves a checkpoint and looks at the models in a hook of a validation, or ends the fit
-    there."""
-
-    def __init__(self, hook: str, path: Path | None = None) -> None:
-        self.path, self.ends = path, path is None
-        self.seen: list[Tensor] = []
-        self.exported: list[Any] = []
-        setattr(self, hook, self.do)
-
-    def do(self, trainer: Any, module: Any, *args: Any) -> None:
-        if trainer.state.fn != "fit" or trainer.current_epoch != 1:
-            return
-        if self.path is None:
-            if self.ends:
+        def on_validation_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            if self.ends and trainer.current_epoch == 1:
                 raise KeyError("in a hook")
-            return
-        trainer.save_checkpoint(self.path)
-        self.seen.append(module.evaluated_vector.clone())
-        self.exported = [module.export(), module.export(client=0)]
 
-
-PARTS: dict[str, Any] = {"w": list, "parts": lambda: [PartialAveraging(periods={"net.3.*": 2})]}
-HOOKS = ["on_validation_epoch_start", "on_validation_batch_end", "on_validation_epoch_end"]
-
-
-def kept(folder: Path, kind: str, rounds: int = 4, added: Any = (), path: Any = None) -> Any:
+    _, whole = fitted(KINDS["ema"](), tmp_path)
     torch.manual_seed(0)
-    module = federated(Kept(), participation=0.5, engine="sequential")
-    callbacks = [KINDS["ema"](), *PARTS[kind](), *added]
-    saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
-    settings = {"default_root_dir": folder, "enable_checkpointing": saves}
-    run = trainer(rounds, callbacks, **settings)
-    return module, lambda: run.fit(module, blobs(clients=4), ckpt_path=path)
-
-
-def after(folder: Path, kind: str, rounds: int) -> Any:
-    module, fit = kept(folder, kind, rounds)
-    fit()
-    return module
-
-
-def same(one: Any, two: Any) -> bool:
-    states = zip(one.state_dict().values(), two.state_dict().values(), strict=True)
-    return all(torch.equal(first, second) for first, second in states)
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("kind", PARTS)
-def test_a_checkpoint_within_a_validation_resumes_to_the_same_bits(
-    kind: str, hook: str, tmp_path: Path
-) -> None:
-    whole, early = after(tmp_path, kind, 4), after(tmp_path, kind, 2)
-    within = Within(hook, tmp_path / "within.ckpt")
-    saving, fit = kept(tmp_path, kind, added=[within])
-    fit()
-    assert same(saving, whole), "looking changes nothing"
-    resumed, fit = kept(tmp_path, kind, path=within.path)
-    fit()
-    assert same(resumed, whole)
-    assert torch.equal(within.seen[0], early.evaluated_vector)
-    named = early.export().state_dict()
-    held = torch.load(tmp_path / "within.ckpt")["state_dict"]
-    for name, value in within.exported[0].state_dict().items():
-        assert torch.equal(value, named[name]) and torch.equal(value, held[name]), name
-    for name, value in early.export(client=0).state_dict().items():
-        assert torch.equal(within.exported[1].state_dict()[name], value), name
-
-
-@pytest.mark.parametrize("kind", PARTS)
-def test_a_checkpoint_after_the_fit_resumes_to_the_same_bits(kind: str, tmp_path: Path) -> None:
-    whole = after(tmp_path, kind, 4)
-    last = ModelCheckpoint(tmp_path, save_top_k=0, save_last=True)  # writes at the end only
-    module, fit = kept(tmp_path, kind, 2, added=[last])
-    fit()
-    exported = module.export()
-    module.trainer.validate(module, blobs(clients=4), verbose=False)
-    module.trainer.save_checkpoint(tmp_path / "after.ckpt")
-    assert same(module.export(), exported)
-    for name in ("last.ckpt", "after.ckpt"):
-        assert same(exported, Weights(torch.load(tmp_path / name)["state_dict"]))
-        resumed, fit = kept(tmp_path, kind, path=tmp_path / name)
-        fit()
-        assert same(resumed, whole), name
-
-
-class Weights:
-    def __init__(self, values: dict[str, Tensor]) -> None:
-        self.state_dict = lambda: values
-
-
-def test_weights_that_are_loaded_after_the_fit_are_saved_as_they_are(tmp_path: Path) -> None:
-    module = after(tmp_path, "w", 2)
-    for value in module.learner.parameters():
-        value.data.fill_(0.5)
-    module.trainer.save_checkpoint(path := tmp_path / "loaded.ckpt")
-    present = torch.load(path)["current_model_state"]
-    assert all(bool((present[name] == 0.5).all()) for name, _ in module.learner.named_parameters())
-
-
-@pytest.mark.parametrize("hook", ["on_validation_batch_end", "on_train_epoch_end"])
-@pytest.mark.parametrize("kind", PARTS)
-def test_after_an_exception_a_run_goes_on_to_the_same_bits(
-    kind: str, hook: str, tmp_path: Path
-) -> None:
-    whole, early = after(tmp_path, kind, 4), after(tmp_path, kind, 2)
-    within = Within(hook)
-    module, fit = kept(tmp_path, kind, added=[within])
+    module, ending = federated(Normed(), participation="all"), Ending(tmp_path)
+    run = trainer(4, [KINDS["ema"](), ending], default_root_dir=tmp_path)
     with pytest.raises(KeyError):
-        fit()
-    assert same(module.export(), early.export())
-    within.ends = False
-    fit()  # by the same Trainer
-    assert same(module, whole)
-    _, fit = kept(tmp_path, kind, added=[Within(hook), OnExceptionCheckpoint(tmp_path, "x")])
-    with pytest.raises(KeyError):
-        fit()
-    resumed, fit = kept(tmp_path, kind, path=tmp_path / "x.ckpt")
-    fit()
-    assert same(resumed, whole)
+        run.fit(module, blobs(clients=3))
+    ending.ends = False
+    run.fit(module, blobs(clients=3))
+    assert all(torch.equal(*pair) for pair in zip(ending.w[-2:], whole.w[-2:], strict=True))
 
 
 def test_the_averages_are_what_a_plain_learner_loads(tmp_path: Path) -> None:

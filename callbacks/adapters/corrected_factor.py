@@ -35,10 +35,6 @@ class CorrectedFactor(FederatedCallback):
     Args:
         penalty: λ, at least 0; with infinity it is FedAvg.
 
-    Raises:
-        UserError: penalty is negative; or the learner has no adapters, or adapters that have no
-            products.
-
     Example:
         With an infinite penalty the mean stays, to the bit.
 
@@ -47,8 +43,6 @@ class CorrectedFactor(FederatedCallback):
         >>> plain = tiny_run(adapters=True).global_vector
         >>> tiny_run(CorrectedFactor(float("inf"))).global_vector.equal(plain)
         True
-        >>> tiny_run(CorrectedFactor(0.01)).global_vector.equal(plain)
-        False
     """
 
     title = "LoRA-FAIR"

@@ -10,6 +10,7 @@ the means.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class FactorSchedule(FederatedCallback):
             FFA-LoRA, ``["B", "A"]`` RoLoRA, ``["AB"]`` FedAvg.
 
     Raises:
-        UserError: the list is empty or has another entry; or the learner has no adapters.
+        UserError: the list is empty or has another entry.
 
     Example:
         After a round that trains B, A has not changed.
@@ -61,15 +62,13 @@ class FactorSchedule(FederatedCallback):
     moves_start = False
     neutral = {"factors": ["AB"]}
 
-    def __init__(self, factors: Sequence[str] = ("B",)) -> None:
+    def __init__(self, factors: Sequence[Literal["A", "B", "AB"]] = ("B",)) -> None:
         super().__init__()
-        entries = [factors] if isinstance(factors, str) else list(factors)
-        wrong = [entry for entry in entries if entry not in ("A", "B", "AB")]
-        if wrong or not entries:
-            what = f"{wrong[0]!r} is no entry" if wrong else "the list is empty"
+        entries = list(factors)
+        if not entries:
             raise UserError(
-                f"FactorSchedule: factors={factors!r}: {what}. Accepted are 'A', 'B' and 'AB', "
-                "one for each round of a cycle: factors=['B'] is FFA-LoRA, ['B', 'A'] RoLoRA."
+                "FactorSchedule: factors=[]: give one of 'A', 'B' and 'AB' for each round of a "
+                "cycle: factors=['B'] is FFA-LoRA, ['B', 'A'] RoLoRA."
             )
         self.factors = entries
         same = len(set(entries)) == 1

@@ -56,10 +56,6 @@ class PaddedRanks(FederatedCallback):
             ``"holders"``: each coordinate is averaged over the clients that train it; ``"all"``: a
             coordinate that a client does not train counts as unchanged.
 
-    Raises:
-        UserError: a value is not accepted; a rank is below 1 or above the largest adapter's; or the
-            learner has no adapters, or adapters that have no products.
-
     Example:
         Without weights by norm and without pruning it is FedAvg.
 

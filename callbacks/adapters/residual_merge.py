@@ -30,10 +30,6 @@ class ResidualMerge(FederatedCallback):
     Args:
         rank: number of the residual's singular values that are kept; None: all. 0 is FedAvg.
 
-    Raises:
-        UserError: rank is negative; or the learner has no adapters, or adapters that have no
-            products.
-
     Example:
         With one client per round there is no residual.
 

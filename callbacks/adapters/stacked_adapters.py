@@ -41,9 +41,7 @@ class StackedAdapters(FederatedCallback):
             own.
 
     Raises:
-        UserError: draw is not accepted; a rank is below 1 or above the largest adapter's; or the
-            learner has no adapters, adapters that have no products, or adapters whose B does not
-            begin at 0.
+        UserError: the learner's adapters have a B that does not begin at 0.
 
     Example:
         After a round the server's B is 0, and the frozen weights contain what the clients learned.

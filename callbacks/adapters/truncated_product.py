@@ -23,10 +23,6 @@ class TruncatedProduct(FederatedCallback):
         ranks: None: every client trains the adapter's whole rank; a list with one rank per client;
             or ``{rank: share}`` of the clients, drawn from the seed.
 
-    Raises:
-        UserError: a rank is below 1 or above the largest adapter's; or the learner has no adapters,
-            or adapters that have no products.
-
     Example:
         With one client per round the server's product is that client's.
 

@@ -21,7 +21,6 @@ from fl_lightning.callback import (
     Clients,
     FederatedCallback,
     Layout,
-    Note,
     Paper,
     PositiveFloat,
     Scratch,
@@ -54,11 +53,6 @@ class AdamDirection(FederatedCallback):
         share: blocks of v. ``"rows"``: a block is each vector, and each slice along the first
             dimension of a tensor of two or more dimensions; ``"tensor"``: each parameter tensor;
             ``"full"``: each number.
-        bias_correction: if false, m̂ = m and v̂ = v.
-
-    Raises:
-        UserError: a value is not accepted; the client optimizer is not plain SGD; or an averaged
-            moment is combined with partial averaging.
 
     Example:
         Local AdamW, whose fresh moments equal those of torch's optimizer.
@@ -85,14 +79,6 @@ class AdamDirection(FederatedCallback):
     )
     moves_start = False
     of_coordinates = ("B",)
-    notes = (
-        Note(
-            "bias_correction=False with fresh moments: the first step of each round is (1 - β1)/"
-            "√(1 - β2) = {first_step:.3g} times Adam's.",
-            when=lambda method, run: not method.bias_correction and method.tolerates_staleness,
-            first_step=lambda method, run: (1 - method.betas[0]) / (1 - method.betas[1]) ** 0.5,
-        ),
-    )
     m = Scratch()
     v = Scratch()
 
@@ -103,7 +89,6 @@ class AdamDirection(FederatedCallback):
         first: Moment = "fresh",
         second: Moment = "fresh",
         share: Share = "rows",
-        bias_correction: bool = True,
     ) -> None:
         super().__init__()
         self.betas = (float(betas[0]), float(betas[1]))
@@ -111,7 +96,6 @@ class AdamDirection(FederatedCallback):
         self.first = first
         self.second = second
         self.share = share
-        self.bias_correction = bias_correction
         # With "fresh" for both, clients read nothing that the server sends.
         vars(self)["tolerates_staleness"] = first == second == "fresh"
         if not self.tolerates_staleness:
@@ -127,8 +111,6 @@ class AdamDirection(FederatedCallback):
         self.declare(f"{moment}_mean", ServerState(shape=shape, sent=True, synchronised=False))
         least = 0.0 if moment == "second" else None  # a mean of squares
         self.declare(f"{moment}_sent", Upload(shape=shape, least=least))
-        if not self.bias_correction:
-            return
         share = ServerState(
             initial=lambda w: 1.0, shape=(), dtype=torch.float64, sent=True, synchronised=False
         )
@@ -169,11 +151,9 @@ class AdamDirection(FederatedCallback):
         # Write into the gradient's memory: another vector costs as much as a step of a small
         # network.
         gradient.copy_(v)
-        if self.bias_correction:
-            gradient.div_(1 - self._share("second") * self._power(beta2, clients))
+        gradient.div_(1 - self._share("second") * self._power(beta2, clients))
         gradient.sqrt_().add_(self.epsilon).reciprocal_().mul_(m)
-        if self.bias_correction:
-            gradient.div_(1 - self._share("first") * self._power(beta1, clients))
+        gradient.div_(1 - self._share("first") * self._power(beta1, clients))
 
     def _share(self, moment: str) -> Tensor | float:
         """q or r."""
@@ -194,7 +174,7 @@ class AdamDirection(FederatedCallback):
         if self.second == "averaged":
             self.second_sent[clients] = self._means(self.v[clients])
         for moment, beta in zip(("first", "second"), self.betas, strict=True):
-            if getattr(self, moment) == "averaged" and self.bias_correction:
+            if getattr(self, moment) == "averaged":
                 getattr(self, f"{moment}_faded")[clients] = beta**steps
 
     def _means(self, v: Tensor) -> Tensor:
@@ -212,6 +192,5 @@ class AdamDirection(FederatedCallback):
             if getattr(self, moment) == "fresh" or not server.n:
                 continue
             setattr(self, f"{moment}_mean", getattr(self, f"{moment}_sent").mean())
-            if self.bias_correction:
-                share = getattr(self, f"{moment}_share")
-                setattr(self, f"{moment}_share", share * getattr(self, f"{moment}_faded").mean())
+            share = getattr(self, f"{moment}_share")
+            setattr(self, f"{moment}_share", share * getattr(self, f"{moment}_faded").mean())

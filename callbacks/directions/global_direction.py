@@ -14,6 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 from fl_lightning.callback import (
+    MEAN_GRADIENT,
     Clients,
     Coefficient,
     FederatedCallback,
@@ -40,10 +41,6 @@ class GlobalDirection(FederatedCallback):
         alpha: α; 0 is FedAvg. With ``"mix"`` it is at most 1.
         mode: ``"add"`` (FedAdamW) or ``"mix"`` (FedLADA, FedMuon).
 
-    Raises:
-        UserError: alpha is out of bounds, or neither a finite number nor a schedule; or mode is not
-            accepted.
-
     Example:
         On top of plain SGD ``"mix"`` is FedCM.
 
@@ -54,6 +51,7 @@ class GlobalDirection(FederatedCallback):
         True
     """
 
+    notes = (MEAN_GRADIENT,)
     title = "global direction"
     paper = Paper(
         by=lambda given: ["liu2026fedadamw" if given.get("mode", "add") == "add" else None],

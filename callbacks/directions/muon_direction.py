@@ -68,9 +68,7 @@ class MuonDirection(FederatedCallback):
         betas, epsilon: of Adam.
 
     Raises:
-        UserError: a value is not accepted; variates with another start or nesterov; a pattern
-            matches nothing; the client optimizer is not plain SGD; or partial averaging, unless
-            ``start="zeros"``.
+        UserError: variates with another start or nesterov; or a pattern matches nothing.
 
     Example:
         an orthogonalised matrix has singular values of 1.
@@ -111,8 +109,6 @@ class MuonDirection(FederatedCallback):
         epsilon: PositiveFloat = 1e-10,
     ) -> None:
         super().__init__()
-        if not isinstance(exclude, str | list | tuple):
-            raise UserError(f"MuonDirection: exclude={exclude!r} has to be patterns of names.")
         if variates and (start != "own" or nesterov):
             raise UserError(
                 "MuonDirection: variates=True corrects a momentum that each client keeps, but you "

@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fl_lightning.callback import (
+    MEAN_GRADIENT,
     Clients,
     Coefficient,
     FederatedCallback,
@@ -29,10 +30,7 @@ class ClientMomentum(FederatedCallback):
     server.
 
     Args:
-        alpha: α; 1 is FedAvg.
-
-    Raises:
-        UserError: alpha is neither a finite number nor a schedule.
+        alpha: α, from 0; 1 is FedAvg.
 
     Example:
         Δ is the direction in which the last round moved w, if all clients take K = 4 steps at η =
@@ -47,6 +45,7 @@ class ClientMomentum(FederatedCallback):
         True
     """
 
+    notes = (MEAN_GRADIENT,)
     title = "FedCM"
     paper = Paper("xu2021fedcm", vectors=2)
     neutral = {"alpha": 1.0}

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from torch import Tensor
 
 from fl_lightning.callback import (
+    MEAN_GRADIENT,
     UNIFORM_OPTIMUM,
     Above,
     AtMost,
@@ -41,9 +42,6 @@ class ControlVariates(FederatedCallback):
             round).
         momentum: γ, above 0, at most 1; None: the rule above.
 
-    Raises:
-        UserError: estimate or momentum is not accepted.
-
     Example:
         c is the mean of all c_i, after every round.
 
@@ -67,13 +65,11 @@ class ControlVariates(FederatedCallback):
         vectors=2,
     )
     moves_start = False
-    notes = (UNIFORM_OPTIMUM,)
+    notes = (UNIFORM_OPTIMUM, MEAN_GRADIENT)
     c_i = ClientState(synchronised=True)
     c = ServerState(sent=True, synchronised=True)
     correction = Scratch()
     change = Upload()
-    # An instance has this attribute only if you set it, and a resumed run must have the same value.
-    momentum: float | None = None
 
     def __init__(
         self,
@@ -82,8 +78,7 @@ class ControlVariates(FederatedCallback):
     ) -> None:
         super().__init__()
         self.estimate = estimate
-        if momentum is not None:
-            self.momentum = momentum
+        self.momentum = momentum
 
     def on_local_start(self, clients: Clients) -> None:
         self.correction[clients] = self.c - self.c_i[clients]

@@ -35,9 +35,7 @@ class DynamicRegularization(FederatedCallback):
 
     Args:
         penalty: a > 0.
-
-    Raises:
-        UserError: penalty is not above 0, or neither a finite number nor a schedule.
+        pull: whether steps are pulled to w. Without the pull, g ← g - λ_i, as in FedGMT.
 
     Example:
         λ is the mean of all λ_i, after every round.
@@ -63,17 +61,23 @@ class DynamicRegularization(FederatedCallback):
     anchor = Scratch()
     moved = Upload(sent="derived from x")
 
-    def __init__(self, penalty: float | Schedule = 0.1) -> None:
+    def __init__(self, penalty: float | Schedule = 0.1, pull: bool = True) -> None:
         super().__init__()
         self.penalty = penalty
+        self.pull = pull
 
     def on_local_start(self, clients: Clients) -> None:
+        if not self.pull:
+            self.anchor[clients] = self.lambda_i[clients]
+            return
         # Each step adds a x and a vector that is fixed for the round. Computing it once saves a
         # vector per step.
         self.anchor[clients] = self.lambda_i[clients].add(clients.w, alpha=self.penalty)
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:
-        gradient.add_(clients.x, alpha=self.penalty).sub_(self.anchor[clients])
+        if self.pull:
+            gradient.add_(clients.x, alpha=self.penalty)
+        gradient.sub_(self.anchor[clients])
 
     def on_local_end(self, clients: Clients) -> None:
         moved = clients.x - clients.w

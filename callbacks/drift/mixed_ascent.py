@@ -43,16 +43,12 @@ class MixedAscent(FederatedCallback):
 
     Args:
         penalty: a > 0.
-        alpha: α; the authors' code has 1.
-        radius: ρ.
+        alpha: α, from 0; the authors' code has 1.
+        radius: ρ, from 0.
         normalised: if False, e = ρ g, as Algorithm 1 prints it; the authors' code normalises.
         aggregate: the clients whose duals the server adds. ``"all"``: every client's latest dual;
             ``"participants"``, as printed: those of this round, which misses the optimum unless all
             clients take part.
-
-    Raises:
-        UserError: penalty is not above 0; aggregate is not accepted; or another callback perturbs
-            or mixes, or with ``"participants"`` decides what is sent.
 
     Example:
         The authors' code equals two other methods together.

@@ -28,14 +28,13 @@ class NormalizedAveraging(FederatedCallback):
     """d = (Σ p_i τ_i) Σ p_i (x_{i,K} - w)/τ_i with τ_i = ‖a_i‖₁.
 
     τ_i is K_i, or with momentum ρ Σ_{j=1}^{K_i} (1 - ρ^j)/(1 - ρ). With equal K_i it is FedAvg.
-    FedNova is refused together with partial averaging, because a kept part moves over several
+    FedNova raises an error with partial averaging, because a kept part moves over several
     rounds.
     Sent and kept: nothing more, because the server knows K_i.
 
     Raises:
-        UserError: another callback also decides what clients send; the run averages parts of the
-            model; or the clients' momentum is Nesterov's, dampened or kept over rounds, for which
-            τ_i is different.
+        UserError: the clients' momentum is Nesterov's, dampened or kept over rounds, for which τ_i
+            is different.
 
     Example:
         If all clients take equally many steps it is FedAvg, and otherwise it is not.

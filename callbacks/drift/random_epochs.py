@@ -21,9 +21,6 @@ class RandomEpochs(FederatedCallback):
     Args:
         low, high: epochs, both included.
 
-    Raises:
-        UserError: low is not an integer of at least 1, or high is not an integer of at least low.
-
     Example:
         two or three epochs of a client with three batches.
 

@@ -22,6 +22,7 @@ from fl_lightning.callback import (
     FederatedCallback,
     Paper,
     Refusal,
+    RunFacts,
     Server,
     ServerState,
 )
@@ -30,6 +31,14 @@ _OF_THE_MEAN = (
     "its control variates add up to 0 only where the clients' mean is the next model, and what "
     "they get"
 )
+
+
+def other_settings(method: RandomSkips, run: RunFacts) -> bool:
+    """Return whether the run has settings for which the rule is not defined."""
+    of_clients = run.weighting != "uniform" or run.clip_norm is not None or bool(run.optimizer)
+    of_server = bool(run.server) or run.server_rate != 1.0
+    unfinished = run.deadline or run.on_nonfinite != "stop"
+    return of_clients or of_server or unfinished or run.by_step
 
 
 class RandomSkips(FederatedCallback):
@@ -44,12 +53,6 @@ class RandomSkips(FederatedCallback):
 
     Args:
         probability: p, above 0, up to 1; 1 is gradient descent on the clients' mean.
-
-    Raises:
-        UserError: probability is not accepted; partial participation, other weights or optimizers,
-            clipping, or rates that change within a round; or a callback that decides what is sent
-            or how it is combined, FedDyn or FedSpeed, with which the next model would not be the
-            mean.
 
     Example:
         the control variates add up to 0, after every round.
@@ -81,37 +84,12 @@ class RandomSkips(FederatedCallback):
             settings={"participation": "all"},
         ),
         Refusal(
-            "Scaffnew's rule needs the uniform mean; set weighting='uniform'.",
-            when=lambda method, run: run.weighting != "uniform",
-        ),
-        Refusal(
-            "in Scaffnew's rule a step is the gradient times the learning rate; set "
-            "clip_norm=None.",
-            when=lambda method, run: run.clip_norm is not None,
-        ),
-        Refusal(
-            "in Scaffnew's rule a step is the gradient times the learning rate; the client "
-            "optimizer has "
-            "to be SGD with one lr, without momentum.",
-            when=lambda method, run: bool(run.optimizer),
-        ),
-        Refusal(
-            "Scaffnew's rule has one learning rate per round; set client_scheduler='rounds' or "
-            "'ignore'.",
-            when=lambda method, run: run.by_step,
-        ),
-        Refusal(
-            "Scaffnew's rule needs every client to finish; give VirtualClock no deadline.",
-            when=lambda method, run: run.deadline,
-        ),
-        Refusal(
-            "in Scaffnew the clients' mean is the next model; the server optimizer has to be "
-            "plain SGD at the constant rate 1.",
-            when=lambda method, run: bool(run.server) or run.server_rate != 1.0,
-        ),
-        Refusal(
-            "Scaffnew's rule needs every client to finish; set on_nonfinite='stop'.",
-            when=lambda method, run: run.on_nonfinite != "stop",
+            "Scaffnew's rule needs every client to finish, each step to be the gradient times one "
+            "rate per round, and the clients' uniform mean to be the next model. Use the "
+            "defaults: SGD without momentum at the clients and with rate 1 at the server "
+            "(server_optimizer=None, server_lr_decay=1.0), weighting='uniform', clip_norm=None, "
+            "on_nonfinite='stop', client_scheduler='rounds', and no deadline of a VirtualClock.",
+            when=other_settings,
         ),
     )
     h = ClientState(synchronised=False)

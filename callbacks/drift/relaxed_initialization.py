@@ -52,10 +52,6 @@ class RelaxedInitialization(FederatedCallback):
             the server updates l. The control arms have no defined meaning with partial averaging,
             and are refused.
 
-    Raises:
-        UserError: average or offset is not accepted, or beta is neither a finite number nor a
-            schedule.
-
     Example:
         With learning rate 0 a round ends where it starts, at w + β (w - last_i).
 
@@ -73,7 +69,7 @@ class RelaxedInitialization(FederatedCallback):
     """
 
     title = "FedInit"
-    paper = Paper("sun2023fedinit")
+    paper = Paper("sun2023fedinit", beside={"Gossip": "li2024oledfl"})
     tolerates_staleness = True
     neutral = {"beta": 0.0}
     sends = "displacement"  # what transmit sends, with average="updates"

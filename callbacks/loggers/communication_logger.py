@@ -8,18 +8,12 @@ method.
 
 from __future__ import annotations
 
-import re
-from fractions import Fraction
-from math import ceil
 from typing import Any
 
 import torch
 
-from fl_lightning.callback import FederatedCallback, Server, ServerState, UserError
+from fl_lightning.callback import FederatedCallback, PositiveFloat, Server, ServerState
 
-UNITS = {"": 1, "b": 1}
-UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
-UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}
 COUNTS = ("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers_bytes")
 
 
@@ -35,12 +29,9 @@ class CommunicationLogger(FederatedCallback):
     Sent: nothing more. Kept: five totals, by the server.
 
     Args:
-        budget: the run ends after the first round whose ``communication/total_bytes`` reach it. A
-            number of bytes, or a decimal with a unit, ``"0.2 GB"`` (MB is 10⁶ bytes, MiB 2²⁰). A
-            resumed run does not go on, unless it gets a larger budget. None: no end.
-
-    Raises:
-        UserError: budget is not such a number.
+        budget: a number of bytes; the run ends after the first round whose
+            ``communication/total_bytes`` reach it. A resumed run does not go on, unless it gets a
+            larger budget. None: no end.
 
     Example:
         SCAFFOLD sends two vectors in each direction, and FedAvg one.
@@ -58,15 +49,15 @@ class CommunicationLogger(FederatedCallback):
     every_round = True
     counted = ServerState(synchronised=False, shape=(len(COUNTS),), dtype=torch.int64)
 
-    def __init__(self, budget: int | float | str | None = None) -> None:
+    def __init__(self, budget: PositiveFloat | None = None) -> None:
         super().__init__()
         # A resume refuses other values of arguments that are stored under their own names. A
         # resumed run may have another budget, so the budget has a private name.
-        self._most = None if budget is None else bytes_of(budget)
+        self._most = budget
         self._told = False
 
     def facts(self) -> dict[str, str]:
-        return {} if self._most is None else {"budget": f"{self._most:,} bytes"}
+        return {} if self._most is None else {"budget": f"{self._most:,.0f} bytes"}
 
     def on_round_end(self, server: Server) -> None:
         counts = [server.communication[name] for name in COUNTS]
@@ -99,29 +90,5 @@ class CommunicationLogger(FederatedCallback):
             self._told = True
             pl_module.note(
                 f"CommunicationLogger: the run ends after {rounds} rounds, since {spent:,} bytes "
-                f"reach the budget of {self._most:,}"
+                f"reach the budget of {self._most:,.0f}"
             )
-
-
-def bytes_of(budget: int | float | str) -> int:
-    """Return a number of bytes, rounded up.
-
-    >>> [bytes_of(budget) for budget in (2000, "0.2 GB", "1.5MiB", "200 B")]
-    [2000, 200000000, 1572864, 200]
-
-    Raises:
-        UserError: it is not such a number.
-    """
-    match = re.fullmatch(r"\s*([0-9.]+(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", str(budget).lower())
-    try:
-        number = Fraction(match[1]) if match and not isinstance(budget, bool) else Fraction(0)
-    except ValueError:
-        number = Fraction(0)
-    unit = UNITS.get(match[2]) if match else None
-    if number <= 0 or unit is None:
-        raise UserError(
-            f"CommunicationLogger: budget={budget!r} is not accepted; it has to be a number of "
-            "bytes above 0, or a text such as '0.2 GB' with one of the units B, kB, MB, GB, TB, "
-            "KiB, MiB, GiB, TiB."
-        )
-    return ceil(number * unit)

@@ -22,6 +22,10 @@ from fl_lightning.callback import (
     ordered_sum,
 )
 
+# Above these, models of all clients are kept only if they are asked for.
+MOST_CLIENTS = 1000
+MOST_PARAMETERS = 10**6
+
 
 class DivergenceLogger(FederatedCallback):
     """Logs ``divergence/participants``, ``divergence/all`` and ``divergence/update``; w⁺ = w^{t+1}.
@@ -41,7 +45,9 @@ class DivergenceLogger(FederatedCallback):
     server, for ``divergence/all``.
 
     Args:
-        all_clients: whether to log ``divergence/all``; None: with up to 1,000 clients.
+        all_clients: whether to log ``divergence/all``. It costs a vector of D numbers per client on
+            disk. None: with up to 1,000 clients and a million parameters. ``fl-lightning fit`` adds
+            this logger with False.
 
     Example:
         If all clients take part, the participants are all clients.
@@ -66,8 +72,10 @@ class DivergenceLogger(FederatedCallback):
         self.declare("sum", ServerState(synchronised=False, dtype=torch.float64))
         self.declare("sum_squared", ServerState(synchronised=False, shape=(), dtype=torch.float64))
 
-    def _every_client(self, registered: int) -> bool:
-        return registered <= 1000 if self.all_clients is None else self.all_clients
+    def _every_client(self, subject: Clients | Server) -> bool:
+        if self.all_clients is not None:
+            return self.all_clients
+        return subject.num_clients <= MOST_CLIENTS and subject.layout.size <= MOST_PARAMETERS
 
     def on_local_end(self, clients: Clients) -> None:
         # Distances to w⁺, which is not known yet, follow at the server from sums of displacements
@@ -76,7 +84,7 @@ class DivergenceLogger(FederatedCallback):
         moved = clients.x.double() - clients.current_w.double()
         self.moved[clients] = moved
         self.moved_squared[clients] = (moved**2).sum(1)
-        if self._every_client(clients.num_clients):
+        if self._every_client(clients):
             # Relative to w^0 the sums start at 0, without reading all m clients.
             w0 = clients.initial_model
             old = self.last[clients].double() - w0.double()
@@ -86,7 +94,7 @@ class DivergenceLogger(FederatedCallback):
             self.last[clients] = clients.x
 
     def on_server_update(self, server: Server) -> None:
-        if self._every_client(server.num_clients):
+        if self._every_client(server):
             self.sum += self.change.sum()
             self.sum_squared += self.change_squared.sum()
 
@@ -105,7 +113,7 @@ class DivergenceLogger(FederatedCallback):
         if participants < 100 * torch.finfo(torch.float64).eps * squared:
             participants = torch.zeros_like(participants)
         server.log("divergence/participants", participants)
-        if self._every_client(server.num_clients) and not stays:
+        if self._every_client(server) and not stays:
             away = server.evaluated.double() - server.initial_model.double()
             total = self.sum_squared - 2 * ordered_sum(self.sum * away)
             mean = total / server.num_clients + ordered_sum(away**2)

@@ -8,17 +8,25 @@ from typing import Any
 import torch
 
 from fl_lightning.accepted import PositiveInt
-from fl_lightning.evaluation.instruction_records import check_template, prompt_of
+from fl_lightning.errors import UserError
+from fl_lightning.evaluation.instruction_records import (
+    check_messages,
+    check_template,
+    prompt_of,
+    question_of,
+)
 from fl_lightning.evaluation.language import LanguageMeasurement, as_measured
 
 
 class ExactMatch(LanguageMeasurement):
     """Logs ``generation/exact_match``: the share of records whose answer is written exactly.
 
-    Rows are records of instructions, ``{"instruction", "input", "output"}``. After the prompt the
-    model takes the likeliest token again and again, up to the end of the text. Special tokens are
-    left out, bytes that are not UTF-8 are replaced, and blanks around both texts are removed. The
-    measurement comes after the round, and changes no bit of the training.
+    Rows are records of instructions, ``{"instruction", "input", "output"}``, or conversations,
+    ``{"messages": [{"role", "content"}, …]}``, whose last message is the answer. Prompts begin as
+    those of ``InstructionTuning``. After the prompt the model takes the likeliest token again and
+    again, up to the end of the text; its answer ends before the first special token. Bytes that are
+    not UTF-8 are replaced, and blanks around both texts are removed. The measurement comes after
+    the round, and changes no bit of the training.
     Sent and kept: nothing.
 
     Args:
@@ -29,8 +37,8 @@ class ExactMatch(LanguageMeasurement):
         template: as ``InstructionTuning`` has it.
 
     Raises:
-        UserError: a row is not such a record; the learner has no ``generate``; or the data have no
-            tokenizer.
+        UserError: a row is not such a record, or its last message is not the assistant's; the
+            learner has no ``generate``; or the data have no tokenizer.
 
     Example:
         A record whose answer is one word.
@@ -63,21 +71,30 @@ class ExactMatch(LanguageMeasurement):
         super().__init__(path, every_n_rounds)
 
     def checked(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        for place, row in enumerate(rows):
-            prompt_of(row, self.template, self.place(place))
+        for number, row in enumerate(rows):
+            messages = row.get("messages")
+            if messages is None:
+                prompt_of(row, self.template, self.place(number))
+                continue
+            check_messages(messages, self.place(number))
+            if len(messages) < 2 or messages[-1]["role"] != "assistant":
+                raise UserError(
+                    f"{self.place(number)} has no answer to compare with: the last of at least two "
+                    "messages has to be the assistant's."
+                )
         return rows
 
     def lengths(self, encoder: Any) -> list[int]:
-        prompts = [prompt_of(row, self.template, "")[0] for row in self.rows]
-        return [len(encoder.whole(prompt)) + self.max_new_tokens for prompt in prompts]
+        questions = [question_of(row, self.template, encoder)[0] for row in self.rows]
+        return [len(asked) + self.max_new_tokens for asked in questions]
 
     def measure(self, module: Any) -> dict[str, float]:
         encoder = module.trainer.datamodule.encoder
         matches = 0
         with as_measured(module) as learner:
             for row in self.rows:
-                prompt, answer = prompt_of(row, self.template, "")
-                asked = torch.tensor(encoder.whole(prompt).tolist(), device=module.device)
-                written = learner.generate(asked, self.max_new_tokens, encoder.end)
+                asked, answer = question_of(row, self.template, encoder)
+                prompt = torch.tensor(asked, device=module.device)
+                written = learner.generate(prompt, self.max_new_tokens, encoder.end)
                 matches += encoder.text(written.tolist()).strip() == answer.strip()
         return {"generation/exact_match": matches / len(self.rows)}

@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from fl_lightning.accepted import PositiveInt
-from fl_lightning.evaluation.evaluator import Evaluator
-from fl_lightning.evaluation.measured_samples import drawn
+from fl_lightning.evaluation.evaluator import Evaluator, drawn
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.metrics import is_accuracy
-from fl_lightning.round.coordinate_sums import ordered_norm
+from fl_lightning.round.quantization import ordered_norm
 
 
 class GlobalLossLogger(Measurement):

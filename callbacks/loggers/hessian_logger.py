@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 from fl_lightning.accepted import AtLeast, PositiveFloat, PositiveInt
 from fl_lightning.evaluation import curvature
-from fl_lightning.evaluation.evaluator import Evaluator
-from fl_lightning.evaluation.measured_samples import drawn
+from fl_lightning.evaluation.evaluator import Evaluator, drawn
 from fl_lightning.evaluation.measurement import Measurement
 
 NAMES = ("top_eigenvalue", "top_residual", "trace", "trace_stderr", "norm")

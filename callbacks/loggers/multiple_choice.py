@@ -71,7 +71,7 @@ class MultipleChoice(LanguageMeasurement):
         found = []
         for row in self.rows:
             longest = max(len(encoder.whole(choice)) for choice in row["choices"])
-            found.append(len(encoder.whole(row["prompt"])) + longest)
+            found.append(len(encoder.start) + len(encoder.whole(row["prompt"])) + longest)
         return found
 
     def measure(self, module: Any) -> dict[str, float]:
@@ -91,7 +91,7 @@ class MultipleChoice(LanguageMeasurement):
         texts: list[list[int]] = []
         starts: list[int] = []
         for row in self.rows:
-            asked = [int(token) for token in encoder.whole(row["prompt"])]
+            asked = [*encoder.start, *(int(token) for token in encoder.whole(row["prompt"]))]
             for choice in row["choices"]:
                 texts.append([*asked, *(int(token) for token in encoder.whole(choice))])
                 starts.append(len(asked))

@@ -15,20 +15,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from fl_lightning.accepted import NonNegativeFloat, PositiveInt
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation import personal_models
-from fl_lightning.evaluation.client_figure import draw_clients
-from fl_lightning.evaluation.client_tables import ClientRounds, client_rows, heading
-from fl_lightning.evaluation.domains import by_domain, over_domains, rows_of_domains
+from fl_lightning.evaluation.client_tables import (
+    ClientRounds,
+    by_domain,
+    client_rows,
+    draw_clients,
+    heading,
+    over_domains,
+    rows_of_domains,
+)
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.evaluation.validated_model import evaluated
-from fl_lightning.machine.processes import gathered
 from fl_lightning.metrics import (
     Directions,
-    check_mode,
     comma_separated,
     is_accuracy,
     without_prefix,
@@ -112,14 +115,12 @@ class PerClientEvaluation(Measurement):
         every_n_rounds: int | None = None,
         clients: PositiveInt | Literal["all"] = "all",
         finetune_epochs: NonNegativeFloat = 0,
-        modes: Mapping[str, str] | None = None,
+        modes: Mapping[str, Literal["max", "min"]] | None = None,
     ) -> None:
         super().__init__(every_n_rounds)
         self.clients = clients
         self.finetune_epochs = finetune_epochs
         self.modes = dict(modes or {})
-        for name, mode in self.modes.items():
-            check_mode(f"PerClientEvaluation: modes[{name!r}]", mode or "none")
         self.table: Values = {}
         self.samples: dict[int, int] = {}
         self._asked = False  # whether to ask for directions that are not known
@@ -229,12 +230,16 @@ class PerClientEvaluation(Measurement):
         data = module.run.loop.cohort.data
         self.names = tuple(data.client_names)
         self.domains = () if away is not None else tuple(getattr(data, "client_domains", ()))
+        self.table = {}
         table: Values = {}
         for client, kinds in measured.items():
             for suffix, values in kinds.items():
                 for name, value in named(values).items():
                     table.setdefault(name + suffix, {})[client] = value
-        self.table = {name: valued(column) for name, column in table.items()}
+        # NaN is not a value: for example the AUROC of samples of one class.
+        for name, column in table.items():
+            known = {client: value for client, value in column.items() if not math.isnan(value)}
+            self.table[name] = known
         for text in self.remarks(away is not None):
             module.note(text)
         directions = self._directions(module, [name.removesuffix(TUNED) for name in self.table])
@@ -290,13 +295,14 @@ class PerClientEvaluation(Measurement):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_end(trainer, pl_module)
-        stopped = any(gathered(pl_module.stop_requested))
-        ended = self._measured == self._ended >= 0 and not stopped
+        ended = self._measured == self._ended >= 0 and self.run_ends(trainer, pl_module)
         folder = folder_of(trainer)
         if not ended or folder is None:
             return
+        rows = [heading(self.table, self.names)]
+        rows += client_rows(self.table, self.samples, self.names)
         with written_aside(folder / "clients.csv") as file:
-            file.write(self.csv().encode())
+            file.write(comma_separated(rows).encode())
         if self.domains:
             lines = rows_of_domains(self.table, self.samples, self.domains, self._greater)
             with written_aside(folder / "domains.csv") as file:
@@ -309,14 +315,6 @@ class PerClientEvaluation(Measurement):
         if shown in self.table:
             with written_aside(folder / "clients.png", durable=False) as file:
                 draw_clients(file, shown, self.table[shown], self.table.get(shown + TUNED, {}))
-
-    def csv(self) -> str:
-        """Return the table as text: client, samples, every metric; empty if a client has no value.
-
-        The last column is ``name``, if the data have names of clients.
-        """
-        header = heading(self.table, self.names)
-        return comma_separated([header, *client_rows(self.table, self.samples, self.names)])
 
     def _measure(self, trainer: Any) -> None:
         super()._measure(trainer)
@@ -362,23 +360,13 @@ def _of_validation(modes: Mapping[str, str]) -> dict[str, str]:
     return {without_prefix(name): mode for name, mode in modes.items()}
 
 
-def valued(values: dict[int, float]) -> dict[int, float]:
-    """Return the values without NaN, which is not a value: for example the AUROC of samples of one
-    class.
-    """
-    return {client: value for client, value in values.items() if not math.isnan(value)}
-
-
 def summary(values: dict[int, float], samples: dict[int, int], greater: bool) -> dict[str, float]:
     """Return a metric over k clients: mean, weighted mean, standard deviation, mean of the ⌈k/10⌉
     worst.
 
-    NaN does not count as a value.
-
     >>> summary({4: 1.0, 7: 0.5}, {4: 3, 7: 1}, greater=True)
     {'': 0.75, '_weighted': 0.875, '_std': 0.3535533905932738, '_worst10': 0.5}
     """
-    values = valued(values)
     v = torch.tensor(list(values.values()), dtype=torch.float64)
     weights = torch.tensor([samples[client] for client in values], dtype=torch.float64)
     worst = v.sort(descending=not greater).values[: -(-len(v) // 10)]
@@ -386,10 +374,6 @@ def summary(values: dict[int, float], samples: dict[int, int], greater: bool) ->
     return {
         "": float(v.mean()),
         "_weighted": float(weighted),
-        "_std": _std(v),
+        "_std": float(v.std()) if len(v) > 1 else math.nan,
         "_worst10": float(worst.mean()),
     }
-
-
-def _std(v: Tensor) -> float:
-    return float(v.std()) if len(v) > 1 else math.nan

@@ -6,46 +6,15 @@ import math
 import os
 import sys
 import time
-from importlib import import_module
 from typing import Any
 
-from fl_lightning.callbacks.loggers.run_card import LABELS, Tally, closing_table
+from fl_lightning.callbacks.loggers.run_card import LABELS, closing_table
 from fl_lightning.machine.escaping import plain
 from fl_lightning.machine.lightning import ProgressBar, Tqdm, pl
 from fl_lightning.record.shown_metrics import shown_metrics
 
 _PAUSE = 0.1  # seconds between two drawings
 _LINES = 20  # lines per run, if the output is not a terminal
-
-
-def in_notebook() -> bool:
-    """Return whether notebook cells show what this process prints."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return shell is not None and hasattr(shell, "kernel")
-
-
-class CellLine:
-    """A file for a bar: its last line stands in the cell's output, and is redrawn each time."""
-
-    # The bar reads this attribute and knows that its block characters can be shown.
-    encoding = "utf-8"
-
-    def __init__(self) -> None:
-        self._display: Any = sys.modules["IPython.display"].display
-        self._shown: Any = None
-
-    def write(self, text: str) -> None:
-        line = text.strip("\r\n")
-        # Before a bar is redrawn, it is overwritten with blanks.
-        if not line.strip():
-            return
-        if self._shown is None:
-            self._shown = self._display({"text/plain": line}, raw=True, display_id=True)
-        else:
-            self._shown.update({"text/plain": line}, raw=True)
-
-    def flush(self) -> None:
-        """Do nothing: each line is shown at once."""
 
 
 class FederatedProgressBar(ProgressBar):
@@ -75,7 +44,6 @@ class FederatedProgressBar(ProgressBar):
         self._drawn = -math.inf
         self._printed = first  # number of finished rounds at the last plain line
         self._clients = self._values = ""
-        self._tally = Tally()
 
     def disable(self) -> None:
         self._enabled = False
@@ -94,7 +62,7 @@ class FederatedProgressBar(ProgressBar):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         rounds = trainer.max_epochs
         self._reset(trainer.current_epoch, rounds if rounds is not None and rounds > 0 else None)
-        self._open(self._total, self._first)
+        self._open()
 
     def on_client_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, done: int, total: int
@@ -107,7 +75,6 @@ class FederatedProgressBar(ProgressBar):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._enabled:
             return
-        self._tally.add(trainer)
         self._done = trainer.current_epoch + 1
         self._clients = ""
         if self._bar is not None:
@@ -134,7 +101,7 @@ class FederatedProgressBar(ProgressBar):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._enabled:
-            rows = closing_table(self._tally.metrics(trainer), trainer)
+            rows = closing_table(trainer)
             width = max(len(label) for label, _ in rows)
             lines = [plain(f"  {label:<{width}}  {value}") for label, value in rows]
             self.print("\n".join(["", *lines, ""]))
@@ -144,61 +111,21 @@ class FederatedProgressBar(ProgressBar):
     ) -> None:
         self._close()
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn == "validate":
-            self._evaluation("validate", trainer.num_val_batches)
-
-    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        if trainer.state.fn == "validate":
-            self._batch()
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn == "validate":
-            self._evaluated()
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._evaluation("test", trainer.num_test_batches)
-
-    def on_test_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self._batch()
-
-    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._evaluated()
-
-    def _evaluation(self, what: str, batches: list[int | float]) -> None:
-        total = sum(batches)
-        self._reset(0, int(total) if math.isfinite(total) else None)
-        self._what = what
-        self._open(self._total, 0)
-
-    def _batch(self) -> None:
-        self._done += 1
-        if self._bar is not None and time.monotonic() - self._drawn >= _PAUSE:
-            self._draw(self._done, f"{self._what} {self._of(self._done)} batches")
-
-    def _evaluated(self) -> None:
-        text = f"{self._what} {self._of(self._done)} batches"
-        if self._bar is not None:
-            self._draw(self._done, text)
-        elif self._enabled:
-            print(text, file=sys.stderr, flush=True)
+    def _open(self) -> None:
         self._close()
-
-    def _open(self, total: int | None, first: int) -> None:
-        self._close()
-        if self._enabled and (sys.stderr.isatty() or in_notebook()):
-            shape = "{desc} · {elapsed}"
-            if total is not None:
-                shape = "{desc} |{bar:10}| {elapsed} · {remaining} left"
-            options = {"total": total, "initial": first, "bar_format": shape}
-            if in_notebook():
-                plain = import_module("tqdm.std").tqdm
-                self._bar = plain(**options, file=CellLine(), ncols=100)
-                return
-            # In some containers a terminal reports 0 columns, and the bar would be empty.
-            known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
-            width: dict[str, Any] = {"dynamic_ncols": True} if known else {"ncols": 100}
-            self._bar = Tqdm(**options, file=sys.stderr, **width)
+        in_notebook = "ipykernel" in sys.modules
+        if not self._enabled or not (sys.stderr.isatty() or in_notebook):
+            return
+        shape = "{desc} · {elapsed}"
+        if self._total is not None:
+            shape = "{desc} |{bar:10}| {elapsed} · {remaining} left"
+        # In a notebook, and in some containers' terminals, the number of columns is not known, and
+        # the bar would be empty.
+        known = not in_notebook and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+        width: dict[str, Any] = {"dynamic_ncols": True} if known else {"ncols": 100}
+        self._bar = Tqdm(
+            total=self._total, initial=self._first, bar_format=shape, file=sys.stderr, **width
+        )
 
     def _close(self) -> None:
         if self._bar is not None:
@@ -223,13 +150,10 @@ class FederatedProgressBar(ProgressBar):
             texts.append(f" · {LABELS.get(name, name)} {form.format(float(metrics[name]))}")
         self._values = "".join(texts)
 
-    def _draw(self, number: int, text: str | None = None) -> None:
-        if self._bar is not None:
-            self._bar.n = self._done
-            self._bar.set_description_str(
-                text or f"round {self._of(number)}{self._clients}{self._values}"
-            )
-            self._drawn = time.monotonic()
+    def _draw(self, number: int) -> None:
+        self._bar.n = self._done
+        self._bar.set_description_str(f"round {self._of(number)}{self._clients}{self._values}")
+        self._drawn = time.monotonic()
 
     def _line(self, trainer: pl.Trainer) -> None:
         self._read(trainer)

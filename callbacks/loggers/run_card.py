@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,6 @@ from fl_lightning.record.metrics_csv import MetricsCSV
 from fl_lightning.record.shown_metrics import metric_modes, shown_metrics
 from fl_lightning.schedules import arguments
 from fl_lightning.storage.atomic_files import written_aside
-
-_SHOWN = (
-    "train/loss",
-    "divergence/participants",
-    "time/round",
-    "communication/total_parameters",
-    "communication/total_bytes",
-)
 
 # Metrics that are shown under other names.
 LABELS = {
@@ -48,11 +41,9 @@ class RunCard(pl.Callback):
 
     def __init__(self) -> None:
         self._card: str | None = None
-        self._tally = Tally()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._card = None
-        self._tally = Tally()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Engine, loggers and folder are known only when the first round begins.
@@ -72,55 +63,23 @@ class RunCard(pl.Callback):
         image = path.with_name("partition.png")
         if plot is not None and (trainer.current_epoch == 0 or not image.exists()):
             _draw(plot(), image, boards)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._tally.add(trainer)
+        for callback in vars(trainer)["callbacks"]:
+            pictures = callback.pictures() if isinstance(callback, FederatedCallback) else {}
+            for name, figure in pictures.items():
+                _draw(figure, path.with_name(f"{name}.png"), boards)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._card is not None:
-            rows = closing_table(self._tally.metrics(trainer), trainer)
             path = Path(trainer.default_root_dir) / "card.md"
-            _write(path, self._card + _section("Result", rows))
+            _write(path, self._card + _section("Result", closing_table(trainer)))
 
 
-class Tally:
-    """The metrics of a run: from metrics.csv if the run writes one, else noted after each round."""
+def closing_table(trainer: pl.Trainer) -> list[tuple[str, str]]:
+    """Return the results of a run as (label, value), for all that were logged; notes come last.
 
-    def __init__(self) -> None:
-        self._rounds: list[int] = []
-        self._rows: list[dict[str, float]] = []
-
-    def add(self, trainer: pl.Trainer) -> None:
-        """Note the round that ends."""
-        if _csv(trainer) is None:
-            self._rounds.append(trainer.current_epoch)
-            self._rows.append(_values(trainer))
-
-    def metrics(self, trainer: pl.Trainer) -> Metrics:
-        """The table so far."""
-        path = _csv(trainer)
-        modes = metric_modes(trainer)
-        if path is not None:
-            return Metrics.read(path, modes)
-        rows = self._rows
-        # Take the last row again: it may have got values that were measured after its round.
-        if rows:
-            rows = [*rows[:-1], _values(trainer)]
-        names: dict[str, None] = {}
-        for row in rows:
-            names.update(dict.fromkeys(row))
-        columns: dict[str, list[float | None]] = {}
-        for name in names:
-            columns[name] = [row.get(name) for row in rows]
-        return Metrics(self._rounds, columns, modes)
-
-
-# The closing table names the clients' rows on disk from this number of bytes on.
-ROOM = 10**7
-
-
-def closing_table(metrics: Metrics, trainer: pl.Trainer) -> list[tuple[str, str]]:
-    """Return the results of a run as (label, value), for all that were logged; notes come last."""
+    They are those of metrics.csv. A run that writes none has only the values of its last round.
+    """
+    metrics = _metrics(trainer)
     folder = Path(trainer.default_root_dir)
     # Without a run's folder, the Trainer's logger decides where files are written.
     if not (folder / "run.json").is_file() and trainer.log_dir is not None:
@@ -129,6 +88,7 @@ def closing_table(metrics: Metrics, trainer: pl.Trainer) -> list[tuple[str, str]
     for name in shown_metrics(trainer):
         if name != "train/loss" and name in metrics:
             rows.append((LABELS.get(name, name), metrics.described(name)))
+    rows += [(f"{name} per client", text) for name, text in _over_clients(metrics)]
     for label, name, form in [
         ("training loss", "train/loss", "{:.4f}"),
         ("divergence Δ", "divergence/participants", "{:.4g}"),
@@ -144,24 +104,29 @@ def closing_table(metrics: Metrics, trainer: pl.Trainer) -> list[tuple[str, str]
         sent = f"{_short(parameters, ' ')}parameters, {_short(nbytes)}B"
         rows.append(("communicated", sent))
     rows.append(("results in", str(folder)))
-    nbytes = sum(path.stat().st_size for path in (folder / "state").glob("rows-*.safetensors"))
-    if nbytes >= ROOM:
-        rows.append(("clients' rows", f"{_short(nbytes)}B in {folder / 'state'}, to go on from"))
     if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
         rows.append(("curves", f"tensorboard --logdir {folder}"))
     return rows + [("note", note) for note in getattr(trainer.lightning_module, "notes", [])]
 
 
-def _values(trainer: pl.Trainer) -> dict[str, float]:
-    """Return the latest values of the metrics that are shown."""
-    metrics = trainer.callback_metrics
-    names = (*_SHOWN, *shown_metrics(trainer))
-    return {name: float(metrics[name]) for name in names if name in metrics}
+def _over_clients(metrics: Metrics) -> Iterator[tuple[str, str]]:
+    """Yield the mean, the deviation and the worst tenth of each metric that clients measured."""
+    for column in metrics:
+        name = column.removeprefix("clients/").removesuffix("_std")
+        if column != f"clients/{name}_std" or f"clients/{name}" not in metrics:
+            continue
+        mean, deviation = metrics.last(f"clients/{name}"), metrics.last(column)
+        worst = metrics.last(f"clients/{name}_worst10")
+        yield name, f"{mean:.4f} ± {deviation:.4f} over clients, worst tenth {worst:.4f}"
 
 
-def _csv(trainer: pl.Trainer) -> Path | None:
-    paths = (logger.path for logger in trainer.loggers if isinstance(logger, MetricsCSV))
-    return next((path for path in paths if path.exists()), None)
+def _metrics(trainer: pl.Trainer) -> Metrics:
+    modes = metric_modes(trainer)
+    for logger in trainer.loggers:
+        if isinstance(logger, MetricsCSV) and logger.path.exists():
+            return Metrics.read(logger.path, modes)
+    last = {name: [float(value)] for name, value in trainer.callback_metrics.items()}
+    return Metrics([trainer.current_epoch - 1], last, modes)
 
 
 def _short(count: float, after: str = "") -> str:
@@ -185,28 +150,54 @@ def _card(trainer: pl.Trainer) -> str:
             methods.append((name, arguments(callback)))
             for label, fact in callback.facts().items():
                 methods.append((f"{name}: {label}", fact))
-    settings = getattr(module, "settings", None)
-    if settings is not None and settings.asynchronous is not None:
-        methods.append(("asynchronous", arguments(settings.asynchronous)))
-    learner = description.of_learner(getattr(module, "learner", module))
-    network = f" ({learner['learner/network']})" if "learner/network" in learner else ""
-    named = f"{learner['learner']}{network}, {learner['learner/parameters']:,} trained parameters"
-    run = [("learner", named), ("data", type(data).__name__), ("rounds", str(trainer.max_epochs))]
-    run.append(("seed", str(getattr(module, "run_seed", "not set"))))
+    run = getattr(module, "run", None)
+    entries = description.of_learner(module) if run is None else description.settings(run, trainer)
+    network = f" ({entries['learner/network']})" if "learner/network" in entries else ""
+    named = f"{entries['learner']}{network}, {entries['learner/parameters']:,} trained parameters"
+    of_run = [
+        ("learner", named),
+        ("data", type(data).__name__),
+        ("rounds", f"{trainer.max_epochs}"),
+    ]
+    of_run.append(("seed", str(getattr(module, "run_seed", "not set"))))
     data_card = getattr(data, "card", None)
     device = torch.cuda.get_device_name() if module.device.type == "cuda" else _processor()
     machine = [("device", device), ("precision", precision(trainer))]
     machine.append(("processes", str(trainer.world_size)))
     for label, fact in getattr(module, "engine_facts", {}).items():
         machine.append((str(label), str(fact)))
+    facts = {} if data_card is None else dict(data_card())
+    told = {name.replace(" ", "_") for name in facts}
+    of_data = [row for row in _below("data", entries) if row[0].split(".")[0] not in told]
     sections = [
-        _section("Run", run),
+        _section("Run", of_run),
+        _section("Learner", [row for row in _below("learner", entries) if row[0] != "parameters"]),
+        _section("Training", _training(entries)),
         _section("Callbacks", methods),
-        _section("Data", [] if data_card is None else list(data_card().items())),
+        _section("Data", [*facts.items(), *of_data]),
         _section("Versions", list(description.versions().items())),
         _section("Machine", machine),
     ]
     return f"# {markdown(head)}\n" + "".join(sections)
+
+
+def _below(place: str, entries: description.HyperParameters) -> list[tuple[str, str]]:
+    """Return the settings below a place, by the rest of their names."""
+    prefix = f"{place}/"
+    below = [(name, value) for name, value in entries.items() if name.startswith(prefix)]
+    return [(name.removeprefix(prefix).replace("/", "."), str(value)) for name, value in below]
+
+
+def _training(entries: description.HyperParameters) -> list[tuple[str, str]]:
+    """Return the settings of the rounds, with each optimizer in one row."""
+    rows = []
+    for name, value in entries.items():
+        if "/" in name or name in ("learner", "method", "data", "rounds", "precision"):
+            continue
+        # Most flags of an optimizer are off.
+        own = [f"{k}={v}" for k, v in _below(name, entries) if v not in ("False", "None")]
+        rows.append((name, ": ".join(filter(None, [str(value), ", ".join(own)]))))
+    return rows
 
 
 def precision(trainer: pl.Trainer) -> str:
@@ -252,4 +243,4 @@ def _draw(figure: Any, path: Path, boards: list[Any]) -> None:
     # Writing the file has drawn the figure.
     image = np.asarray(canvas.buffer_rgba())[..., :3]
     for board in boards:
-        board.add_image("partition", image, 0, dataformats="HWC")
+        board.add_image(path.stem, image, 0, dataformats="HWC")

@@ -33,12 +33,8 @@ class ModelContrast(FederatedCallback):
     passes per step.
 
     Args:
-        mu: μ; 0 is FedAvg.
+        mu: μ, from 0; 0 is FedAvg.
         temperature: τ, above 0.
-
-    Raises:
-        UserError: mu or temperature is neither a finite number nor a schedule, or temperature is
-            not above 0.
 
     Example:
         every client's first round is FedAvg's, to rounding.

@@ -34,12 +34,8 @@ class NotTrueDistillation(FederatedCallback):
     the teacher.
 
     Args:
-        strength: β; 0 is FedAvg.
+        strength: β, from 0; 0 is FedAvg.
         temperature: τ, above 0.
-
-    Raises:
-        UserError: strength or temperature is neither a finite number nor a schedule, or temperature
-            is not above 0; or labels are not class indices.
 
     Example:
         In the first step of a round student and teacher are equal, so with one step it is FedAvg.

@@ -37,13 +37,11 @@ class AdaptiveLocalAggregation(FederatedCallback):
     Args:
         parts: ``"last"`` (layer), one pattern of parameter names (``fnmatch``), or several
             patterns.
-        learning_rate: η_W.
+        learning_rate: η_W, from 0.
         steps: number of updates of W per round; 0 is FedAvg.
 
     Raises:
-        UserError: learning_rate is negative, or neither a finite number nor a schedule; steps is
-            not an integer of at least 0; a pattern matches nothing; or another callback moves where
-            clients start, or decides which model a client uses itself.
+        UserError: a pattern matches nothing.
 
     Example:
         Without steps W stays 1, which is FedAvg to the last bit.
@@ -53,8 +51,6 @@ class AdaptiveLocalAggregation(FederatedCallback):
         >>> fedavg = tiny_run().global_vector
         >>> tiny_run(AdaptiveLocalAggregation(steps=0)).global_vector.equal(fedavg)
         True
-        >>> tiny_run(AdaptiveLocalAggregation(steps=2)).global_vector.equal(fedavg)
-        False
     """
 
     title = "FedALA"

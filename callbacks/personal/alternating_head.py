@@ -42,8 +42,7 @@ class AlternatingHead(FederatedCallback):
             several patterns.
 
     Raises:
-        UserError: head_epochs is not above 0; a pattern matches nothing; or the run also has
-            PartialAveraging.
+        UserError: a pattern matches nothing.
 
     Example:
         If the head takes all of a client's steps, the server's body never moves.
@@ -66,14 +65,10 @@ class AlternatingHead(FederatedCallback):
     moves_start = False
     notes = (
         Note(
-            "the client optimizer, {optimizer}, keeps state, and gets a gradient of 0 for the part "
-            "that rests (head or body). The paper uses plain SGD.",
-            when=lambda method, run: bool(run.optimizer),
-        ),
-        Note(
-            "{direction_owner} gets a gradient of 0 for the part that rests (head or body), and "
-            "what it keeps of earlier gradients decays there. The paper uses plain SGD.",
-            when=lambda method, run: bool(run.direction_owner),
+            "{keeper} gets a gradient of 0 for the part that rests (head or body), and what it "
+            "keeps of earlier gradients decays there. The paper uses plain SGD.",
+            when=lambda method, run: bool(run.optimizer or run.direction_owner),
+            keeper=lambda method, run: run.direction_owner or run.optimizer,
         ),
         Note(
             "the learning rate changes within a round, and a mean gradient (clients.mean_gradient) "

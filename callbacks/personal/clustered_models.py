@@ -8,18 +8,18 @@ samples.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from fl_lightning.callback import (
+    AtLeast,
     Clients,
     FederatedCallback,
     NonNegativeInt,
     Note,
     Paper,
-    PositiveInt,
     Refusal,
     Scratch,
     Server,
@@ -27,25 +27,8 @@ from fl_lightning.callback import (
     Upload,
 )
 
-_OF_CENTRES = "there is a model for each of k > 1 clusters, which are averaged by themselves"
-_READS_W = "it goes by clients.w, and with k > 1 clusters clients start elsewhere"
-_CENTRES: dict[str, Any] = {
-    "initial": "current_model",
-    "synchronised": False,
-    "shape": ("k", "D"),
-}
-_READERS = (
-    "DynamicRegularization",
-    "LocallyEstimatedPerturbation",
-    "MixedAscent",
-    "ModelContrast",
-    "MoreauEnvelope",
-    "NotTrueDistillation",
-    "ProximalPersonalModel",
-    "ProximalTerm",
-    "RandomSkips",
-    "RelaxedInitialization",
-)
+_OF_CENTRES = "there is a model for each cluster, which are averaged by themselves"
+_READS_W = "it goes by clients.w, and clients start elsewhere"
 
 
 class ClusteredModels(FederatedCallback):
@@ -55,20 +38,15 @@ class ClusteredModels(FederatedCallback):
     the lowest j counts. A centre that no client took does not change. The client itself uses the
     centre with the least loss after the round, even if it never took part. All θ_j begin as w^0. In
     the first ``warmup`` rounds client i takes centre π[i] mod k, which makes the centres differ; π
-    is a permutation drawn from the seed. w is Σ p_i x_{i,K} and serves only validation: with k > 1
-    it has no meaning. ``clusters/share_<j>`` is the share of the participants, by p_i, that took
-    centre j.
+    is a permutation drawn from the seed. w is Σ p_i x_{i,K} and serves only validation: it has no
+    meaning. ``clusters/share_<j>`` is the share of the participants, by p_i, that took centre j.
     Sent: the k centres down, without w. Kept: the centres by the server.
 
     Args:
-        k: number of centres; 1 is FedAvg.
+        k: number of centres, from 2.
         warmup: rounds in which a permutation assigns the centres. With 0 all clients begin in
             centre 0, and leave it only if w^0, which the other centres stay, fits their data
             better.
-
-    Raises:
-        UserError: k is below 1, or warmup below 0; with k > 1, the server optimizer is not SGD at
-            rate 1, or another callback uses w, or decides what is sent, combined or evaluated.
 
     Example:
         After a round with assigned centres the two models differ.
@@ -83,52 +61,42 @@ class ClusteredModels(FederatedCallback):
 
     title = "IFCA"
     paper = Paper("ghosh2020ifca")
-    neutral = {"k": 1}
+    cannot_run_with = {
+        **dict.fromkeys(("transmit", "on_updates", "aggregate", "evaluated", "parts"), _OF_CENTRES),
+        "moves_start": _READS_W,
+        "clients.w": _READS_W,
+    }
     draws_by_client = True
     notes = (
         Refusal(
-            "the centres are means of models, so with k={k} the server optimizer has to be plain "
-            "SGD at the constant rate 1.",
-            when=lambda method, run: method.k > 1 and (bool(run.server) or run.server_rate != 1.0),
+            "the centres are means of models, so the server optimizer has to be plain SGD at the "
+            "constant rate 1.",
+            when=lambda method, run: bool(run.server) or run.server_rate != 1.0,
         ),
         Note(
             "the validated model is the mean of {k} clusters' models, which is not a useful model. "
             "Use clients/… of PerClientEvaluation, and clusters/share_<j>.",
-            when=lambda method, run: method.k > 1,
+            when=lambda method, run: True,
         ),
     )
-    centres = ServerState(sent=True, **_CENTRES)  # θ
+    # θ
+    centres = ServerState("current_model", sent=True, synchronised=False, shape=("k", "D"))
     which = Scratch(shape=(), dtype=torch.int64)  # j_i
     # x_{i,K} - θ_j in row j_i; the client sends it as x_{i,K}
     moved = Upload(sent=False, shape=("k", "D"))
     members = Upload(sent=False, shape=("k",), least=0)
 
-    def __init__(self, k: PositiveInt = 2, warmup: NonNegativeInt = 1) -> None:
+    def __init__(self, k: Annotated[int, AtLeast(2)] = 2, warmup: NonNegativeInt = 1) -> None:
         super().__init__()
         self.k = k
         self.warmup = warmup
-        if k == 1:
-            # If clients do not choose a centre, all of them get w and start from it.
-            self.declare("centres", ServerState(**_CENTRES))
-            self.moves_start = False  # type: ignore[misc]
-        else:
-            self.use("broadcast", self.centres_alone)
-            self.use("personal", self.best_centre)
-            owners = ("transmit", "on_updates", "aggregate", "evaluated", "parts")
-            self.cannot_run_with = {
-                **dict.fromkeys(owners, _OF_CENTRES),
-                **dict.fromkeys(_READERS, _READS_W),
-                "clients.w": _READS_W,
-            }
 
-    def centres_alone(self, server: Server) -> Tensor:
+    def broadcast(self, server: Server) -> Tensor:
         """Return w unchanged, and count nothing: only the centres are sent."""
         server.sent(parameters=0, bytes=0)
         return server.w
 
     def on_local_start(self, clients: Clients) -> None:
-        if self.k == 1:
-            return
         if clients.round < self.warmup:
             drawn = self._keyed("ifca").permutation(clients.num_clients)
             self.which[clients] = (
@@ -144,8 +112,6 @@ class ClusteredModels(FederatedCallback):
         return torch.cat(losses, dim=1).nan_to_num(torch.inf).argmin(dim=1)
 
     def on_local_end(self, clients: Clients) -> None:
-        if self.k == 1:
-            return
         which = self.which[clients]
         centres = torch.arange(self.k, device=which.device)
         mine = (which[:, None] == centres).to(clients.x.dtype)  # (n, k)
@@ -153,20 +119,13 @@ class ClusteredModels(FederatedCallback):
         self.moved[clients] = mine[:, :, None] * (clients.x - self.centres[which])[:, None]
 
     def on_server_update(self, server: Server) -> None:
-        if self.k == 1:
-            return
         share = self.members.weighted()
         mean = self.moved.weighted() / share[:, None]
         self.centres = torch.where(share[:, None] > 0, self.centres + mean, self.centres)
         for j in range(self.k):
             server.log(f"clusters/share_{j}", share[j])
 
-    def on_round_end(self, server: Server) -> None:
-        if self.k == 1:
-            self.centres = server.w
-            server.log("clusters/share_0", 1.0)
-
-    def best_centre(self, clients: Clients) -> Tensor:
-        """Return the centre that a client uses itself, whether it ever took part or not."""
+    def personal(self, clients: Clients) -> Tensor:
+        # Also that of a client which never took part.
         own: Tensor = self.centres[self.fitting(clients)]
         return own

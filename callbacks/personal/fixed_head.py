@@ -29,7 +29,7 @@ class FixedHead(FederatedCallback):
             several patterns.
 
     Raises:
-        UserError: a pattern matches nothing; or the run also has PartialAveraging.
+        UserError: a pattern matches nothing.
 
     Example:
         the head never moves.

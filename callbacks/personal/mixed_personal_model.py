@@ -32,9 +32,6 @@ class MixedPersonalModel(FederatedCallback):
         alpha: the first α of every client, from 0 to 1.
         adaptive: whether α is learned.
 
-    Raises:
-        UserError: a value is not accepted; or another callback decides clients' own models.
-
     Example:
         the global model is FedAvg's.
 

@@ -31,14 +31,10 @@ class MoreauEnvelope(FederatedCallback):
     of the loss at x, whose value is logged.
 
     Args:
-        strength: λ.
-        inner_steps: S.
-        inner_lr: η_in; the inner steps diverge if η_in (L + λ) > 2, where L is the curvature of the
-            loss.
-
-    Raises:
-        UserError: a value is not above 0; or the run also has a ``perturbation``, FedCM's mixing or
-            partial averaging.
+        strength: λ, above 0.
+        inner_steps: S, from 1.
+        inner_lr: η_in, above 0; the inner steps diverge if η_in (L + λ) > 2, where L is the
+            curvature of the loss.
 
     Example:
         with one inner step from θ = x = w, the gradient of the first local step is λ η_in times

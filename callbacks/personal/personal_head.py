@@ -39,12 +39,10 @@ class PersonalHead(FederatedCallback):
     gradient per step.
 
     Args:
-        gamma: γ; 0 is FedAvg (classes without samples stay in the sum).
+        gamma: γ, from 0; 0 is FedAvg (classes without samples stay in the sum).
 
     Raises:
-        UserError: gamma is negative, or neither a finite number nor a schedule; the last layer is
-            not linear with a bias; labels are not class indices; or another callback changes the
-            output of the last layer, or decides which model a client uses itself.
+        UserError: the last layer is not linear with a bias; or labels are not class indices.
 
     Example:
         with γ = 0 the global model is FedAvg's, to the last bit.
@@ -53,8 +51,6 @@ class PersonalHead(FederatedCallback):
         >>> from fl_lightning.testing import tiny_run
         >>> tiny_run(PersonalHead(gamma=0.0)).global_vector.equal(tiny_run().global_vector)
         True
-        >>> tiny_run(PersonalHead(gamma=1.0)).global_vector.equal(tiny_run().global_vector)
-        False
     """
 
     title = "FedRoD"
@@ -74,9 +70,8 @@ class PersonalHead(FederatedCallback):
         self.gamma = gamma
 
     def on_layout(self, layout: Layout) -> None:
-        shapes = [len(layout[name][1]) for name in list(layout.layers.values())[-1]]
         names = list(layout.layers.values())[-1]
-        if shapes != [2, 1]:
+        if [len(layout[name][1]) for name in names] != [2, 1]:
             raise UserError(
                 f"PersonalHead: the last layer has the parameters {', '.join(names) or 'none'}, "
                 "and the method needs a trainable linear layer with a bias there. Let the learner "

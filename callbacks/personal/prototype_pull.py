@@ -42,12 +42,11 @@ class PrototypePull(FederatedCallback):
     Args:
         classes: C.
         features: F, the number of inputs of the last layer.
-        strength: strength of the pull; with 0 each client trains alone.
+        strength: strength of the pull, from 0; with 0 each client trains alone.
 
     Raises:
-        UserError: classes or features is not an integer of at least 1, or differs from the data's
-            or the learner's; strength is negative, or neither a finite number nor a schedule;
-            labels are not class indices; or the run also has PartialAveraging.
+        UserError: classes or features differ from the data's or the learner's; or labels are not
+            class indices.
 
     Example:
         with strength 0 each client trains alone.

@@ -31,11 +31,8 @@ class ProximalPersonalModel(FederatedCallback):
     Sent: nothing more than by FedAvg. Kept by each client: v_i. Two gradients per step.
 
     Args:
-        strength: λ; with 0 each client's own model is trained only in the rounds in which the
-            client takes part.
-
-    Raises:
-        UserError: strength is negative, or neither a finite number nor a schedule.
+        strength: λ, from 0; with 0 each client's own model is trained only in the rounds in which
+            the client takes part.
 
     Example:
         The global model is FedAvg's, and with a stronger pull the personal models lie closer to it.
@@ -62,7 +59,6 @@ class ProximalPersonalModel(FederatedCallback):
 
     def __init__(self, strength: NonNegativeFloat | Schedule = 0.1) -> None:
         super().__init__()
-        # A negative strength would push the model away from w.
         self.strength = strength
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:

@@ -44,14 +44,14 @@ class ByzantineClients(FederatedCallback):
         fraction: share of all registered clients, from 0 to below 1, computed exactly from its
             decimal form; 0: no client.
         scale: above 0; None: 1, and with alie the z that hides among n participants, a of them
-            attackers: Φ⁻¹((n - ⌊n/2 + 1⌋)/(n - a)), from 0 to 3. Label flips have no scale.
+            attackers: Φ⁻¹((n - ⌊n/2 + 1⌋)/(n - a)), from 0 to 3. Label flips do not use it.
 
     Attributes:
         attackers: the clients that attack, ascending; from the start of a fit on.
 
     Raises:
-        UserError: attack, fraction or scale is not accepted; or labels are to be flipped, but the
-            data have no classes, or batches are not pairs of samples and labels.
+        UserError: labels are to be flipped, but the data have no classes, or batches are not pairs
+            of samples and labels.
 
     Example:
         The seed decides which clients attack.
@@ -84,11 +84,6 @@ class ByzantineClients(FederatedCallback):
         scale: PositiveFloat | None = None,
     ) -> None:
         super().__init__()
-        if scale is not None and attack == "label_flip":
-            raise UserError(
-                f"{type(self).__name__}: scale={scale!r} is not accepted: label flips have no "
-                "scale."
-            )
         self.attack = attack
         self.fraction = fraction
         self.scale = scale

@@ -11,9 +11,6 @@ Private Learning with Adaptive Clipping (NeurIPS 2021), arXiv:1905.03871 (``targ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from fnmatch import fnmatchcase
-from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import torch
@@ -36,8 +33,10 @@ from fl_lightning.callback import (
     UnitInterval,
     Upload,
     UserError,
-    check,
+    privacy,
 )
+
+_OF_SERVER: dict[str, Any] = {"dtype": torch.float64, "synchronised": False}
 
 
 class DifferentialPrivacy(FederatedCallback):
@@ -124,16 +123,14 @@ class DifferentialPrivacy(FederatedCallback):
         ),
         Note("outside its guarantee: {outside}.", when=lambda method, run: True),
         Note(
-            "ε does not hold with noise_seed={noise_seed}: anybody who knows the seed can compute "
+            "ε does not hold with noise_seed={noise_seed}: whoever knows the seed can compute "
             "the noise and the participants. Use it only for tests.",
             when=lambda method, run: isinstance(method.draws_from, int),
         ),
     )
-    sigma = ServerState(shape=(), dtype=torch.float64, synchronised=False)
+    sigma = ServerState(shape=(), **_OF_SERVER)
     # σ and q of the rounds so far. ε is composed of equal rounds, so σ and q must not change.
-    spent_at = ServerState(
-        initial=lambda w: -1.0, shape=(2,), dtype=torch.float64, synchronised=False
-    )
+    spent_at = ServerState(lambda w: -1.0, shape=(2,), **_OF_SERVER)
     # Number of rounds with noise from the secret, and not from a known seed.
     private_rounds = ServerState(shape=(), dtype=torch.int64, synchronised=False)
 
@@ -149,43 +146,29 @@ class DifferentialPrivacy(FederatedCallback):
         count_stddev: NonNegativeFloat | None = None,
     ) -> None:
         super().__init__()
-        # Without noise, updates need not be clipped.
-        if noise_multiplier != 0 or target_quantile is not None:
-            check(f"{type(self).__name__}: clip", clip, PositiveFloat)
-        if noise_multiplier is None and target_epsilon is None:
-            raise UserError(
-                "DifferentialPrivacy needs noise_multiplier or target_epsilon: give one of the "
-                "two, or both."
-            )
+        privacy.check_given(
+            type(self).__name__,
+            clip,
+            noise_multiplier,
+            target_epsilon,
+            noise_multiplier != 0 or target_quantile is not None,
+        )
         self.clip = clip
         self.noise_multiplier = noise_multiplier
         self.target_epsilon = target_epsilon
         self.delta = delta
         self.noise_seed = noise_seed
-        self._adapt(target_quantile, clip_learning_rate, count_stddev)
+        self.target_quantile = target_quantile
+        self.clip_learning_rate = clip_learning_rate
+        self.count_stddev = count_stddev
+        if target_quantile is not None:
+            first = float(clip)
+            limit = ServerState(lambda w: first, shape=(), **_OF_SERVER, sent=True)
+            self.declare("limit", limit)
+            self.declare("inside", Upload(shape=(), dtype=torch.float64, least=0, most=1))
         self.outside = "who takes part, and what is logged of the training"
         self._share = 1.0
         self._rounds = 0
-
-    # Defaults. An instance has these attributes only if they apply, and a resumed run must have the
-    # same values.
-    target_quantile: float | None = None
-    clip_learning_rate = 0.2
-    count_stddev: float | None = None
-
-    def _adapt(self, quantile: float | None, rate: float, deviation: float | None) -> None:
-        """Make C follow a quantile of the updates' norms."""
-        if quantile is None:
-            return
-        self.target_quantile = quantile
-        self.clip_learning_rate = rate
-        self.count_stddev = deviation
-        first = float(self.clip)
-        limit = ServerState(
-            initial=lambda w: first, shape=(), dtype=torch.float64, sent=True, synchronised=False
-        )
-        self.declare("limit", limit)
-        self.declare("inside", Upload(shape=(), dtype=torch.float64, least=0, most=1))
 
     def _limit(self) -> Tensor | float:
         """C^t."""
@@ -236,8 +219,6 @@ class DifferentialPrivacy(FederatedCallback):
                 "DifferentialPrivacy's target_epsilon without noise_multiplier needs max_epochs, "
                 "to divide it among the rounds."
             )
-        names = [name for name, _ in pl_module.learner.named_buffers()]
-        self._refuse_buffers(settings.buffers, names)
         methods = [c for c in trainer.callbacks if isinstance(c, FederatedCallback)]
         self._look_at([method for method in methods if method is not self])
 
@@ -246,19 +227,6 @@ class DifferentialPrivacy(FederatedCallback):
         if self.noise_multiplier == 0 and not self.count_stddev:
             return None
         return "secret" if self.noise_seed is None else self.noise_seed
-
-    def _refuse_buffers(self, policy: Any, names: Iterable[str]) -> None:
-        """Refuse buffers that clients would send."""
-        words = {"*": policy} if isinstance(policy, str) else policy
-        for name in names:
-            fitting = [word for pattern, word in words.items() if fnmatchcase(name, pattern)]
-            # Integers are refused too: a count of samples reveals something about a client.
-            if not fitting or fitting[0] != "keep":
-                raise UserError(
-                    f"DifferentialPrivacy: clients would send the buffer {name} neither clipped "
-                    "nor noised. Use buffers='keep', or a network without buffers (GroupNorm in "
-                    "place of BatchNorm)."
-                )
 
     def _look_at(self, others: list[FederatedCallback]) -> None:
         """Refuse methods that would reveal clients; if another callback replaces updates, clip
@@ -299,20 +267,15 @@ class DifferentialPrivacy(FederatedCallback):
                 f"{', '.join(measuring)} measures"
             )
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        if self.noise_multiplier is not None:
-            self._refuse_to_exceed(1, self.noise_multiplier)
-            self._noise_of_sum(self._share * int(trainer.datamodule.num_clients))
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse buffers that are known only when training starts."""
+        """Refuse buffers that clients would send."""
         # `configure_model` may have made buffers, and frozen parameters that steps write count as
         # buffers.
-        self._refuse_buffers(pl_module.settings.buffers, pl_module.global_model.buffers())
+        privacy.refuse_sent_buffers("DifferentialPrivacy", pl_module)
 
     def _refuse_to_exceed(self, rounds: int, sigma: float) -> None:
         if self._exceeds(rounds, sigma):
-            spent = epsilon(sigma, self._share, rounds, self.delta)
+            spent = privacy.epsilon(sigma, self._share, rounds, self.delta)
             raise UserError(
                 f"DifferentialPrivacy: round {rounds - 1} would bring ε to {spent:.4g}, above "
                 f"target_epsilon={self.target_epsilon:g}. Give more noise, a smaller share of "
@@ -321,30 +284,23 @@ class DifferentialPrivacy(FederatedCallback):
 
     def _exceeds(self, rounds: int, sigma: float) -> bool:
         target = self.target_epsilon
-        return target is not None and epsilon(sigma, self._share, rounds, self.delta) > target
+        return (
+            target is not None and privacy.epsilon(sigma, self._share, rounds, self.delta) > target
+        )
 
     def on_round_start(self, server: Server) -> None:
         settings = [self._noise(), self._share]
-        # Check before clients train: σ may have been calibrated only now.
+        # Check before clients train, also that a resumed run stops at its target again.
         self._noise_of_sum(self._share * server.num_clients)
-        # A resumed run that had stopped at its target must stop again.
         self._refuse_to_exceed(server.round + 1, settings[0])
         seeded = isinstance(self.draws_from, int)
-        story = ""
-        if server.round and self.spent_at.tolist() != settings:
-            story = "had no privacy"
-            if float(self.spent_at[0]) >= 0:
-                story = "had other noise or coins"
-        elif not seeded and settings[0] and int(self.private_rounds) != server.round:
-            story = (
-                "were not all private: some had no DifferentialPrivacy, or noise that a known "
-                "seed gives"
-            )
-        if story:
+        private = seeded or not settings[0] or int(self.private_rounds) == server.round
+        if server.round and not (private and self.spent_at.tolist() == settings):
             raise UserError(
-                f"DifferentialPrivacy: the rounds before round {server.round} {story}, and ε "
-                "would not hold for them. Go on with the settings that the run began with, or "
-                "begin another run with init_from."
+                f"DifferentialPrivacy: some rounds before round {server.round} had no privacy, "
+                "other noise or coins, or noise that a known seed gives, and ε would not hold for "
+                "them. Go on with the settings that the run began with, or begin another run with "
+                "init_from."
             )
         self.spent_at = torch.tensor(settings, dtype=torch.float64)
         self.private_rounds += 0 if seeded else 1
@@ -397,12 +353,12 @@ class DifferentialPrivacy(FederatedCallback):
         # target.
         if not self.sigma:
             assert self.target_epsilon is not None
-            sigma = calibrated(self.target_epsilon, self._share, self._rounds, self.delta)
+            sigma = privacy.calibrated(self.target_epsilon, self._share, self._rounds, self.delta)
             self.sigma = torch.tensor(sigma)
         return float(self.sigma)
 
     def on_server_update(self, server: Server) -> None:
-        spent = epsilon(self._noise(), self._share, server.round + 1, self.delta)
+        spent = privacy.epsilon(self._noise(), self._share, server.round + 1, self.delta)
         server.log("privacy/epsilon", spent)
         if self.target_quantile is not None:
             server.log("privacy/clip", self.limit)
@@ -436,91 +392,3 @@ def _towards_zero(values: Tensor, dtype: torch.dtype) -> Tensor:
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rounded.element_size()]
     rounded.view(whole).sub_(grown.view(torch.int8))
     return rounded
-
-
-@lru_cache
-def _one_round(sigma: float, share: float, grid: float) -> Any:
-    """Return the privacy loss distribution of one round."""
-    try:
-        from dp_accounting.pld import privacy_loss_distribution
-    except ImportError:
-        raise UserError(
-            "DifferentialPrivacy needs the package dp-accounting for ε: pip install "
-            "'fl-lightning[privacy]'."
-        ) from None
-    # With little noise, privacy losses are about 1/σ², and memory grows with their number. So the
-    # grid is coarser then and rounds up, so that ε is never too small.
-    interval = grid * max(1.0, (0.3 / sigma) ** 2)
-    return privacy_loss_distribution.from_gaussian_mechanism(
-        sigma, sampling_prob=share, value_discretization_interval=interval
-    )
-
-
-@lru_cache(1024)
-def epsilon(sigma: float, share: float, rounds: int, delta: float, grid: float = 1e-4) -> float:
-    """Return ε(δ) after so many rounds with noise multiplier σ, if each client takes part with this
-    probability.
-
-    The returned ε is infinite if σ is below 0.001, because one such round already has more than
-    10⁵. ``grid`` is the step between losses; a wider grid gives a slightly greater ε in less time.
-    """
-    # An ε above 10⁵ per round is no privacy, and its distribution would not fit into memory.
-    if sigma < 1e-3:
-        return math.inf
-    once = _one_round(sigma, share, grid)
-    return float(once.self_compose(rounds).get_epsilon_for_delta(delta))
-
-
-def calibrated(target: float, share: float, rounds: int, delta: float) -> float:
-    """Return the least σ, to 1 part in 10⁴, whose ε(δ) after these rounds is within the target."""
-    too_little = 0.0
-    enough = math.inf
-
-    def within(sigma: float) -> bool:
-        """Compute ε only between values that were tried; elsewhere the answer is known, because ε
-        falls with σ.
-        """
-        nonlocal too_little, enough
-        if too_little < sigma < enough:
-            if epsilon(sigma, share, rounds, delta) <= target:
-                enough = sigma
-            else:
-                too_little = sigma
-        return sigma >= enough
-
-    high = 1.0
-    while not within(high):
-        high = 2 * high
-    low = 0.0 if high == 1.0 else high / 2
-    # ε takes up to a second. So secants narrow the range first on a coarser grid, which changes ε
-    # by some millionths, so that most midpoints below are known.
-    about = _secants(lambda sigma: epsilon(sigma, share, rounds, delta, 5e-4) / target, high)
-    for near in (1 + 4e-5, 1 - 4e-5):
-        within(about * near)
-    while high - low > 1e-4 * high:
-        middle = (low + high) / 2
-        if within(middle):
-            high = middle
-        else:
-            low = middle
-    return high
-
-
-def _secants(ratio: Callable[[float], float], start: float) -> float:
-    """Find a σ at which ``ratio`` is about 1; log(ratio) falls with log(σ), first with slope 1,
-    then faster.
-    """
-    sigma = start
-    slope = -1.5
-    height = math.log(max(ratio(sigma), 1e-9))
-    for _ in range(8):
-        step = min(max(-height / slope, -2.0), 2.0)
-        sigma = sigma * math.exp(step)
-        there = ratio(sigma)
-        if abs(step) < 1e-5 or not 0 < there < math.inf:
-            break
-        slope = min((math.log(there) - height) / step, -0.1)
-        height = math.log(there)
-        if abs(height) < 1e-5:
-            break
-    return sigma

@@ -119,6 +119,9 @@ class RobustAggregation(FederatedCallback):
         self.byzantine = byzantine
         self.keep = keep
         self.mixing = mixing
+        self.uses_f = mixing or rule in NEEDED  # whether `byzantine` plays a part
+        # How many clients a round needs per attacker, in addition to 3.
+        self.times = NEEDED.get(rule, 2)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         n = pl_module.cohort.n
@@ -135,16 +138,6 @@ class RobustAggregation(FederatedCallback):
             raise UserError(
                 f"{type(self).__name__}: keep={self.keep} is more than the {n} clients of a round."
             )
-
-    @property
-    def uses_f(self) -> bool:
-        """Return whether ``byzantine`` plays a part."""
-        return self.mixing or self.rule in NEEDED
-
-    @property
-    def times(self) -> int:
-        """Return how many clients a round needs per attacker, in addition to 3."""
-        return NEEDED.get(self.rule, 2)
 
     def aggregate(self, server: Server, updates: Tensor) -> Tensor:
         u = updates.double()

@@ -21,11 +21,7 @@ from fl_lightning.callback import (
     Server,
     ServerState,
     UserError,
-    as_array,
-    as_tensor,
-    check_arrays,
-    message_of,
-    once,
+    wire,
 )
 
 
@@ -34,7 +30,7 @@ class ErrorFeedback21(FederatedCallback):
 
     With ``average="participants"`` the server's update is Σ p_i h_i over the participants. With
     ``"all"``, as printed, the update is the mean of h_i over all clients, and absent clients keep
-    their h_i. EF21 is refused together with partial averaging, because a part that is not averaged
+    their h_i. EF21 raises an error with partial averaging, because a part that is not averaged
     would be lost.
     Sent: C(u_i - h_i) in place of D numbers. Kept: h_i by each client (and by the server, which
     knows the messages); with ``"all"`` only their mean by the server.
@@ -43,11 +39,6 @@ class ErrorFeedback21(FederatedCallback):
         compressor: C, a ``TopKCompression``, a ``SignUpdate`` or a ``RandomK(memory=True)``, of
             which EF21 uses only the map and the count; None: everything is sent.
         average: ``"participants"`` or ``"all"``, the clients whose h_i are averaged.
-
-    Raises:
-        UserError: compressor or average is not accepted; another callback also decides what clients
-            send, or with ``"all"`` how updates are combined; or the run averages parts of the
-            model.
 
     Example:
         the first message is C(u_i): one client changes 4 of the server's 31 parameters.
@@ -96,7 +87,7 @@ class ErrorFeedback21(FederatedCallback):
             return ""
         return "what it sends of coordinates that a client does not train is not defined"
 
-    @once
+    @wire.once
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
         h = self.h[clients].double()
         c = self.compress(clients, update.double() - h)
@@ -121,16 +112,16 @@ class ErrorFeedback21(FederatedCallback):
     def encoded(self, clients: Clients, update: Tensor) -> dict[str, NDArray[Any]]:
         """``encode`` for ``average="all"``; with "participants" the server itself adds the updates
         of h_i."""
-        message = message_of(ErrorFeedback21.transmit, self, clients, update)
+        message = wire.message_of(ErrorFeedback21.transmit, self, clients, update)
         if self.compressor is None:
-            return {"values": as_array(message["values"][0])}
+            return {"values": wire.as_array(message["values"][0])}
         return self.compressor.encode(clients, update)
 
     def decoded(self, arrays: dict[str, NDArray[Any]], round: int, client: int) -> Tensor:
         """``decode`` with ``average="all"``."""
         if self.compressor is None:
-            check_arrays(arrays, {"values": len(self._transaction.w)})
-            return as_tensor(arrays["values"], like=self._transaction.w)[0]
+            wire.check_arrays(arrays, {"values": len(self._transaction.w)})
+            return wire.as_tensor(arrays["values"], like=self._transaction.w)[0]
         c: Tensor = self.compressor.decompress(arrays, round, client, self)
         return c
 

@@ -24,12 +24,7 @@ from fl_lightning.callback import (
     FederatedCallback,
     Layout,
     Paper,
-    Server,
-    as_array,
-    as_tensor,
-    check_arrays,
-    message_of,
-    once,
+    wire,
 )
 
 # A column that keeps only this share of its length is rounding error, and not a direction.
@@ -67,16 +62,12 @@ class LowRankUpdate(FederatedCallback):
 
     M is each parameter tensor as a matrix: its first dimension by the product of the others.
     Vectors, and tensors for which P̂ and Q_i have no fewer numbers, are sent as they are. A
-    client's first Q_i is drawn from N(0, 1), keyed by (seed, client). PowerSGD is refused together
+    client's first Q_i is drawn from N(0, 1), keyed by (seed, client). PowerSGD raises an error
     with partial averaging, because the error of a part that is not averaged would be lost.
     Sent: P̂ and Q_i in place of M. Kept: e_i and Q_i by each client.
 
     Args:
         rank: number of columns of P̂ and Q_i, at least 1.
-
-    Raises:
-        UserError: rank is not accepted; another callback also decides what clients send; or the run
-            averages parts of the model.
 
     Example:
         With rank 1 a 4 × 3 matrix takes 4 + 3 numbers, and the biases take 4 and 3.
@@ -102,18 +93,12 @@ class LowRankUpdate(FederatedCallback):
         # NaN means not drawn yet. The size is known when the model is.
         self.declare("q", ClientState(lambda w: math.nan, synchronised=False, shape=(0,)))
 
-    def on_round_start(self, server: Server) -> None:
-        self._size(server.layout)
-
-    def _size(self, layout: Layout) -> None:
-        """Set the length of ``q``, which depends on the model."""
+    def on_layout(self, layout: Layout) -> None:
         size = sum(piece.b * piece.rank for piece in pieces(layout, self.rank))
         self.declarations()["q"].shape = (size,)
 
-    @once
+    @wire.once
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
-        # Sites do not call on_round_start, so compute the size here.
-        self._size(clients.layout)
         v = update.double() + self.error[clients]
         layout = pieces(clients.layout, self.rank)
         none = v.new_zeros(len(v), 0)
@@ -152,8 +137,8 @@ class LowRankUpdate(FederatedCallback):
         ]
 
     def encode(self, clients: Clients, update: Tensor) -> dict[str, NDArray[Any]]:
-        message = message_of(LowRankUpdate.transmit, self, clients, update)
-        return {name: as_array(part[0]) for name, part in message.items()}
+        message = wire.message_of(LowRankUpdate.transmit, self, clients, update)
+        return {name: wire.as_array(part[0]) for name, part in message.items()}
 
     def decode(self, arrays: dict[str, NDArray[Any]], round: int, client: int) -> Tensor:
         layout = pieces(self._transaction.layout, self.rank)
@@ -162,8 +147,10 @@ class LowRankUpdate(FederatedCallback):
             lengths["p"] += piece.a * piece.rank
             lengths["q"] += piece.b * piece.rank
             lengths["raw"] += 0 if piece.rank else piece.a * piece.b
-        check_arrays(arrays, lengths)
-        message = {name: as_tensor(part, like=self._transaction.w) for name, part in arrays.items()}
+        wire.check_arrays(arrays, lengths)
+        message = {
+            name: wire.as_tensor(part, like=self._transaction.w) for name, part in arrays.items()
+        }
         return received(message, layout)[0]
 
 

@@ -34,9 +34,6 @@ class PowerOfChoice(FederatedCallback):
         candidates: d. If it is below the number of participants, that number counts. None: twice
             the number of participants.
 
-    Raises:
-        UserError: candidates is not an integer above 0.
-
     Example:
         in two rounds of three, each of six clients takes part once.
 

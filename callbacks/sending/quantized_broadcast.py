@@ -15,14 +15,11 @@ from torch import Tensor
 from fl_lightning.callback import (
     AtLeast,
     Below,
-    Blocks,
     FederatedCallback,
     Paper,
     Server,
     ServerState,
-    bits_of,
-    levels_of,
-    rounded_up,
+    wire,
 )
 
 
@@ -31,7 +28,7 @@ class QuantizedBroadcast(FederatedCallback):
 
     Q sends S q_j/s for each v_j, v = w^t - w^0, as ``QuantizedUpdate`` does. S is the Euclidean
     norm of the parameter tensor. The draws, keyed by (seed, round), are the same for all clients,
-    so the mean of ŵ^t is w^t. The method is refused together with partial averaging: a part that a
+    so the mean of ŵ^t is w^t. With partial averaging the method raises an error: a part that a
     client keeps is not sent, but the scale would include it.
     Sent: ⌈log2(2 s + 1)⌉ bits per number and 32 per tensor to each participant, in place of D
     numbers; w^0 itself is not counted, nor is what no round has trained (FFA-LoRA's A). Kept: w^0
@@ -39,10 +36,6 @@ class QuantizedBroadcast(FederatedCallback):
 
     Args:
         levels: s, at least 1; 1 takes two bits per number, 7 four, 127 eight. None is FedAvg.
-
-    Raises:
-        UserError: levels is not accepted; another callback also decides what clients get as w; or
-            the run averages parts of the model.
 
     Example:
         With 127 levels each participant is sent one byte per number and four bytes per tensor.
@@ -71,17 +64,17 @@ class QuantizedBroadcast(FederatedCallback):
             return server.w
         w0 = self.w0.double()
         v = (server.w - w0)[None]
-        blocks = Blocks(server.layout, per_layer=True)
-        scales = rounded_up(blocks.scales(v, "l2"))
+        blocks = wire.Blocks(server.layout, per_layer=True)
+        scales = wire.rounded_up(blocks.scales(v, "l2"))
         drawn = torch.from_numpy(self._keyed("broadcast", server.round).random(v.shape[1]))
-        q = levels_of(v, blocks.spread(scales), self.levels, drawn.to(v.device)[None])
+        q = wire.levels_of(v, blocks.spread(scales), self.levels, drawn.to(v.device)[None])
         # Coordinates that no round has trained need not be sent: they are those of w^0.
         trained = torch.ones_like(v, dtype=torch.bool)
         if server.averaged is not None:
             trained = (v != 0) | server.averaged
         numbers = int(trained.sum())
         tensors = int(blocks.scales(trained.double(), "max").sum())
-        bits = 32 * tensors + numbers * bits_of(self.levels)
+        bits = 32 * tensors + numbers * wire.bits_of(self.levels)
         server.sent(parameters=numbers, bytes=-(-bits // 8))
         received = w0 + (blocks.spread(scales) * q / self.levels)[0]
         return received.to(server.w.dtype)

@@ -14,24 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_lightning.callback import (
-    AtLeast,
-    Below,
-    Blocks,
-    Clients,
-    FederatedCallback,
-    Paper,
-    as_array,
-    as_tensor,
-    bits_of,
-    check_arrays,
-    levels_of,
-    message_of,
-    once,
-    packed,
-    rounded_up,
-    unpacked,
-)
+from fl_lightning.callback import AtLeast, Below, Clients, FederatedCallback, Paper, wire
 
 
 class QuantizedUpdate(FederatedCallback):
@@ -47,10 +30,6 @@ class QuantizedUpdate(FederatedCallback):
         levels: s, at least 1; 1 takes two bits per number, 7 four, 127 eight. None is FedAvg.
         norm: S is the Euclidean norm of a block, ``"l2"``, or its largest number, ``"max"``.
         per_layer: each parameter tensor is a block; if False, the whole vector is one.
-
-    Raises:
-        UserError: a value is not accepted; another callback also decides what clients send; or the
-            run averages parts of the model.
 
     Example:
         With one level a number is sent as 0 or ± the largest of its tensor. Each client sends 31
@@ -84,51 +63,51 @@ class QuantizedUpdate(FederatedCallback):
         if levels is None:
             vars(self)["sends"] = "x"  # as FedAvg does
 
-    @once
+    @wire.once
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
         if self.levels is None:
             return update
         v = update.double()
-        blocks = Blocks(clients.layout, self.per_layer)
-        scales = rounded_up(blocks.scales(v, self.norm))
+        blocks = wire.Blocks(clients.layout, self.per_layer)
+        scales = wire.rounded_up(blocks.scales(v, self.norm))
         drawn = [
             torch.from_numpy(self._keyed("quantise", clients.round, i).random(v.shape[1]))
             for i in clients.client_ids
         ]
-        q = levels_of(v, blocks.spread(scales), self.levels, torch.stack(drawn).to(v.device))
-        bits = 32 * scales.shape[1] + v.shape[1] * bits_of(self.levels)
+        q = wire.levels_of(v, blocks.spread(scales), self.levels, torch.stack(drawn).to(v.device))
+        bits = 32 * scales.shape[1] + v.shape[1] * wire.bits_of(self.levels)
         clients.sent(parameters=v.shape[1], bytes=-(-bits // 8))
         vars(clients)["message"] = {"scales": scales, "levels": q}
         return received(blocks, scales, q, self.levels).to(update.dtype)
 
     def encode(self, clients: Clients, update: Tensor) -> dict[str, NDArray[Any]]:
         if self.levels is None:
-            return {"update": as_array(update[0])}
-        message = message_of(QuantizedUpdate.transmit, self, clients, update)
+            return {"update": wire.as_array(update[0])}
+        message = wire.message_of(QuantizedUpdate.transmit, self, clients, update)
         # Shift to 0 … 2 s, because the packed bits have no sign.
-        numbers = as_array(message["levels"][0].long() + self.levels)
+        numbers = wire.as_array(message["levels"][0].long() + self.levels)
         return {
-            "scales": as_array(message["scales"][0]),
-            "levels": packed(numbers, bits_of(self.levels)),
+            "scales": wire.as_array(message["scales"][0]),
+            "levels": wire.packed(numbers, wire.bits_of(self.levels)),
         }
 
     def decode(self, arrays: dict[str, NDArray[Any]], round: int, client: int) -> Tensor:
         w = self._transaction.w
         if self.levels is None:
-            check_arrays(arrays, {"update": len(w)})
-            return as_tensor(arrays["update"], like=w)[0]
-        blocks = Blocks(self._transaction.layout, self.per_layer)
-        check_arrays(arrays, {"scales": len(blocks.slices), "levels": None})
+            wire.check_arrays(arrays, {"update": len(w)})
+            return wire.as_tensor(arrays["update"], like=w)[0]
+        blocks = wire.Blocks(self._transaction.layout, self.per_layer)
+        wire.check_arrays(arrays, {"scales": len(blocks.slices), "levels": None})
         if bool((arrays["scales"] < 0).any()):
             raise ValueError("a scale is negative")
-        numbers = unpacked(arrays["levels"], bits_of(self.levels), len(w)) - self.levels
+        numbers = wire.unpacked(arrays["levels"], wire.bits_of(self.levels), len(w)) - self.levels
         if bool((numbers > self.levels).any()):
             raise ValueError(f"a level is above {self.levels}")
-        scales = as_tensor(arrays["scales"], like=w)
-        q = as_tensor(numbers, like=w)
+        scales = wire.as_tensor(arrays["scales"], like=w)
+        q = wire.as_tensor(numbers, like=w)
         return received(blocks, scales, q, self.levels).to(w.dtype)[0]
 
 
-def received(blocks: Blocks, scales: Tensor, q: Tensor, s: int) -> Tensor:
+def received(blocks: wire.Blocks, scales: Tensor, q: Tensor, s: int) -> Tensor:
     """Return S q/s of each coordinate, in float64."""
     return blocks.spread(scales) * q / s

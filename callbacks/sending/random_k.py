@@ -22,11 +22,7 @@ from fl_lightning.callback import (
     ClientState,
     FederatedCallback,
     Paper,
-    as_array,
-    as_tensor,
-    check_arrays,
-    message_of,
-    once,
+    wire,
 )
 
 
@@ -35,17 +31,13 @@ class RandomK(FederatedCallback):
 
     With ``memory`` v = (x_{i,K} - w) + e_i, the coordinates are sent without scaling, and e_i ← v -
     sent. The coordinates are drawn keyed by (seed, round, client), so the server knows them.
-    The method is refused together with partial averaging, because coordinates drawn from a part
+    With partial averaging the method raises an error, because coordinates drawn from a part
     that is not averaged would be lost.
     Sent: k numbers in place of D. Kept: e_i by each client, with memory.
 
     Args:
         fraction: share of the D numbers that is sent, above 0, up to 1; 1 is FedAvg.
         memory: remember the coordinates that were not sent, instead of scaling.
-
-    Raises:
-        UserError: a value is not accepted; another callback also decides what clients send; or the
-            run averages parts of the model.
 
     Example:
         With one client per round 4 of the server's 31 parameters change.
@@ -75,7 +67,7 @@ class RandomK(FederatedCallback):
         if memory:
             self.declare("error", ClientState(synchronised=False))
 
-    @once
+    @wire.once
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
         if not self.memory:
             return self.compress(clients, update.double(), self)
@@ -117,7 +109,9 @@ class RandomK(FederatedCallback):
 
     def encode(self, clients: Clients, update: Tensor) -> dict[str, NDArray[Any]]:
         return {
-            "values": as_array(message_of(RandomK.transmit, self, clients, update)["values"][0])
+            "values": wire.as_array(
+                wire.message_of(RandomK.transmit, self, clients, update)["values"][0]
+            )
         }
 
     def decode(self, arrays: dict[str, NDArray[Any]], round: int, client: int) -> Tensor:
@@ -130,8 +124,8 @@ class RandomK(FederatedCallback):
         w = run._transaction.w
         trained = run._transaction.trained_by_all
         kept = self._drawn(len(w), round, client, run, trained).to(w.device)[None]
-        check_arrays(arrays, {"values": kept.shape[1]})
-        return _placed(as_tensor(arrays["values"], like=w), kept, len(w))[0]
+        wire.check_arrays(arrays, {"values": kept.shape[1]})
+        return _placed(wire.as_tensor(arrays["values"], like=w), kept, len(w))[0]
 
 
 def _placed(values: Tensor, kept: Tensor, size: int) -> Tensor:

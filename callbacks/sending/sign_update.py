@@ -13,35 +13,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_lightning.callback import (
-    Blocks,
-    Clients,
-    ClientState,
-    FederatedCallback,
-    Paper,
-    as_array,
-    as_tensor,
-    check_arrays,
-    message_of,
-    once,
-    packed,
-    unpacked,
-)
+from fl_lightning.callback import Clients, ClientState, FederatedCallback, Paper, wire
 
 
 class SignUpdate(FederatedCallback):
     """v = (x_{i,K} - w) + e_i; S sign(v) is sent, S = ‖v‖₁/d of its block; e_i ← v - S sign(v).
 
-    S is rounded to float32. The sign of 0 is +1, so one bit is enough. The method is refused
-    together with partial averaging, because the error of a part that is not averaged would be lost.
+    S is rounded to float32. The sign of 0 is +1, so one bit is enough. With
+    partial averaging the method raises an error, because the error of a part that is not averaged
+    would be lost.
     Sent: one bit per number and 32 per block, in place of D numbers. Kept: e_i by each client.
 
     Args:
         per_layer: each parameter tensor is a block; if False, the whole vector is one, as printed.
-
-    Raises:
-        UserError: per_layer is not accepted; another callback also decides what clients send; or
-            the run averages parts of the model.
 
     Example:
         All numbers of a tensor move equally far; 31 bits and four scales of four bytes are sent.
@@ -70,7 +54,7 @@ class SignUpdate(FederatedCallback):
         super().__init__()
         self.per_layer = per_layer
 
-    @once
+    @wire.once
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
         v = update.double() + self.error[clients]
         sent = self.compress(clients, v, self)
@@ -82,7 +66,7 @@ class SignUpdate(FederatedCallback):
 
         ``run`` is the callback that calls this.
         """
-        blocks = Blocks(clients.layout, self.per_layer)
+        blocks = wire.Blocks(clients.layout, self.per_layer)
         scales = blocks.scales(v, "mean").float()
         positive = v >= 0
         clients.sent(parameters=v.shape[1], bytes=-(-(32 * scales.shape[1] + v.shape[1]) // 8))
@@ -90,10 +74,10 @@ class SignUpdate(FederatedCallback):
         return self._received(blocks, scales, positive).to(clients.w.dtype)
 
     def encode(self, clients: Clients, update: Tensor) -> dict[str, NDArray[Any]]:
-        message = message_of(SignUpdate.transmit, self, clients, update)
+        message = wire.message_of(SignUpdate.transmit, self, clients, update)
         return {
-            "scales": as_array(message["scales"][0]),
-            "positive": packed(as_array(message["positive"][0]), 1),
+            "scales": wire.as_array(message["scales"][0]),
+            "positive": wire.packed(wire.as_array(message["positive"][0]), 1),
         }
 
     def decode(self, arrays: dict[str, NDArray[Any]], round: int, client: int) -> Tensor:
@@ -104,14 +88,14 @@ class SignUpdate(FederatedCallback):
     ) -> Tensor:
         """Return the result of :meth:`compress` ``(D,)``, from the arrays of ``encode``."""
         w = run._transaction.w
-        blocks = Blocks(run._transaction.layout, self.per_layer)
-        check_arrays(arrays, {"scales": len(blocks.slices), "positive": None})
+        blocks = wire.Blocks(run._transaction.layout, self.per_layer)
+        wire.check_arrays(arrays, {"scales": len(blocks.slices), "positive": None})
         if bool((arrays["scales"] < 0).any()):
             raise ValueError("a scale is negative")
-        positive = as_tensor(unpacked(arrays["positive"], 1, len(w)), like=w) > 0
-        scales = as_tensor(arrays["scales"], like=w)
+        positive = wire.as_tensor(wire.unpacked(arrays["positive"], 1, len(w)), like=w) > 0
+        scales = wire.as_tensor(arrays["scales"], like=w)
         return self._received(blocks, scales, positive).to(w.dtype)[0]
 
-    def _received(self, blocks: Blocks, scales: Tensor, positive: Tensor) -> Tensor:
+    def _received(self, blocks: wire.Blocks, scales: Tensor, positive: Tensor) -> Tensor:
         scale = blocks.spread(scales)
         return torch.where(positive, scale, -scale)

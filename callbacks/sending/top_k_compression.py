@@ -21,29 +21,21 @@ from fl_lightning.callback import (
     ClientState,
     FederatedCallback,
     Paper,
-    as_array,
-    as_tensor,
-    check_arrays,
-    message_of,
-    once,
+    wire,
 )
 
 
 class TopKCompression(FederatedCallback):
     """v = (x_{i,K} - w) + e_i; top_k(v) is sent, k = ⌈fraction · D⌉; e_i ← v - top_k(v).
 
-    The k entries with the largest absolute value are sent; ties go to the lowest index. The method
-    is refused together with partial averaging, because the error of a part that is not averaged
+    The k entries with the largest absolute value are sent; ties go to the lowest index. With
+    partial averaging the method raises an error, because the error of a part that is not averaged
     would be lost.
     Sent: k numbers and k indices of 4 bytes (8 from 2³¹ parameters on) in place of D numbers. Kept:
     e_i by each client.
 
     Args:
         fraction: share of the D numbers that is sent, above 0, up to 1; 1 is FedAvg.
-
-    Raises:
-        UserError: fraction is not accepted; another callback also decides what clients send; or the
-            run averages parts of the model.
 
     Example:
         With one client per round 4 of the server's 31 parameters change.
@@ -70,7 +62,7 @@ class TopKCompression(FederatedCallback):
         super().__init__()
         self.fraction = fraction
 
-    @once
+    @wire.once
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
         v = update + self.error[clients]
         sent = self.compress(clients, v, self)
@@ -103,10 +95,10 @@ class TopKCompression(FederatedCallback):
         return math.ceil(Fraction(str(self.fraction)) * of)
 
     def encode(self, clients: Clients, update: Tensor) -> dict[str, NDArray[Any]]:
-        message = message_of(TopKCompression.transmit, self, clients, update)
-        indices = as_array(message["indices"][0])
+        message = wire.message_of(TopKCompression.transmit, self, clients, update)
+        indices = wire.as_array(message["indices"][0])
         return {
-            "values": as_array(message["values"][0]),
+            "values": wire.as_array(message["values"][0]),
             "indices": indices.astype("int32" if update.shape[1] < 2**31 else "int64"),
         }
 
@@ -120,9 +112,9 @@ class TopKCompression(FederatedCallback):
         w = run._transaction.w
         trained = run._transaction.trained_by_all
         k = self._number(len(w) if trained is None else int(trained.sum()))
-        check_arrays(arrays, {"values": k, "indices": k})
+        wire.check_arrays(arrays, {"values": k, "indices": k})
         if len(set(arrays["indices"].tolist())) < k or arrays["indices"].dtype.kind != "i":
             raise ValueError("an index is there twice")
-        values = as_tensor(arrays["values"], like=w)
-        indices = as_tensor(arrays["indices"], like=w).long()
+        values = wire.as_tensor(arrays["values"], like=w)
+        indices = wire.as_tensor(arrays["indices"], like=w).long()
         return values.new_zeros(1, len(w)).scatter(1, indices, values)[0]

@@ -36,11 +36,6 @@ class ExtrapolatedStep(FederatedCallback):
         epsilon: ε > 0; inf is rate 1.
         average: whether to evaluate the mean of the latest two models, and otherwise w.
 
-    Raises:
-        UserError: epsilon is not above 0; the server optimizer is not SGD without momentum; another
-            callback aggregates, or decides what is evaluated; or the run averages parts of the
-            model.
-
     Example:
         With a single client the mean equals its update, so nothing is extrapolated.
 

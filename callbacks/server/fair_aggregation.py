@@ -34,10 +34,6 @@ class FairAggregation(FederatedCallback):
     Args:
         q: at least 0; 0 is FedAvg with uniform weights.
 
-    Raises:
-        UserError: q is negative, or neither a finite number nor a schedule; another callback
-            combines updates; or parts of the model are not averaged.
-
     Example:
         with q = 0 it is FedAvg.
 

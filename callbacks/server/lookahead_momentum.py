@@ -31,12 +31,7 @@ class LookaheadMomentum(FederatedCallback):
     Sent: ŵ in place of w; nothing more up. Kept: m by the server.
 
     Args:
-        momentum: λ; 0 is FedAvg.
-
-    Raises:
-        UserError: momentum is not from 0 to below 1, or neither a number nor a schedule; another
-            callback decides what clients get as w; parts of the model are not averaged; or the
-            server optimizer is not SGD without momentum.
+        momentum: λ, from 0 to below 1; 0 is FedAvg.
 
     Example:
         w moves by m.

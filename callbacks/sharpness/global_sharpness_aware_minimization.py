@@ -30,15 +30,12 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
     """q = g - μ_i - s; e = r q/‖q‖; μ_i ← μ_i + e - s; the gradient is taken at x + e.
 
     At the server s ← r U/‖U‖ with U = mean(μ_i - e).
-    The paper does not define it together with partial averaging, so that is refused.
+    The paper does not define it for partial averaging, which raises an error.
     Sent: s down, μ_i - e up. Kept: μ_i by each client, s by the server. Two gradients per step.
 
     Args:
-        radius: r; 0 is FedAvg.
-
-    Raises:
-        UserError: radius is neither a finite number nor a schedule; or the run averages parts of
-            the model.
+        radius: r, from 0; 0 is FedAvg.
+        ignore_last: send μ_i, so that U = mean(μ_i), as in the authors' simulator.
 
     Example:
         FedSMOO. The common perturbation has the norm r.
@@ -67,9 +64,10 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
     last = Scratch()
     dual = Upload()
 
-    def __init__(self, radius: float | Schedule = 0.1) -> None:
+    def __init__(self, radius: float | Schedule = 0.1, ignore_last: bool = False) -> None:
         super().__init__()
         self.radius = radius
+        self.ignore_last = ignore_last
 
     def on_local_start(self, clients: Clients) -> None:
         self.shift[clients] = self.mu_i[clients] + self.s
@@ -85,8 +83,9 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
         return e
 
     def on_local_end(self, clients: Clients) -> None:
-        self.mu_i[clients] = self.shift[clients] - self.s
-        self.dual[clients] = self.mu_i[clients] - self.last[clients]
+        mu_i = self.shift[clients] - self.s
+        self.mu_i[clients] = mu_i
+        self.dual[clients] = mu_i if self.ignore_last else mu_i - self.last[clients]
 
     def on_server_update(self, server: Server) -> None:
         mean = self.dual.mean()

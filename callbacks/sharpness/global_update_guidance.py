@@ -29,13 +29,9 @@ class GlobalUpdateGuidance(FederatedCallback):
     server. Two gradients per step.
 
     Args:
-        radius: ρ.
-        kappa: κ.
-        beta: β; with 0 and radius 0 it is FedAvg.
-
-    Raises:
-        UserError: one of the three is negative, or neither a finite number nor a schedule; another
-            callback decides where the gradient is taken; or parts of the model are not averaged.
+        radius: ρ, from 0.
+        kappa: κ, from 0.
+        beta: β, from 0; with 0 and radius 0 it is FedAvg.
 
     Example:
         In the first round Δ is 0, so it is FedSAM.

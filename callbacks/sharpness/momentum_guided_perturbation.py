@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.callback import (
+    MEAN_GRADIENT,
     Above,
     Below,
     Clients,
@@ -42,14 +43,10 @@ class MomentumGuidedPerturbation(FederatedCallback):
     c_i by each client; Δ, c and α by the server. One gradient per step, at x + e.
 
     Args:
-        radius: ρ.
+        radius: ρ, from 0.
         alpha: α in round 0, above 0 and below 1.
         rate: r, from 0 to 1; 0: α is fixed.
         lower, upper: bounds of the value that α follows, above 0 and below 1.
-
-    Raises:
-        UserError: a value is not accepted; another callback decides where the gradient is taken, or
-            mixes it; or parts of the model are not averaged.
 
     Example:
         c is the mean of all c_i, after every round.
@@ -64,6 +61,7 @@ class MomentumGuidedPerturbation(FederatedCallback):
         True
     """
 
+    notes = (MEAN_GRADIENT,)
     title = "FedWMSAM"
     paper = Paper("li2025fedwmsam", vectors=2)
     moves_start = False

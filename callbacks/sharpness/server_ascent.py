@@ -31,11 +31,7 @@ class ServerAscent(FederatedCallback):
     Sent: w̃ in place of w; nothing more up. Kept: ū by the server.
 
     Args:
-        radius: ρ; 0 is FedAvg.
-
-    Raises:
-        UserError: radius is negative, or neither a finite number nor a schedule; another callback
-            decides what clients get as w; or parts of the model are not averaged.
+        radius: ρ, from 0; 0 is FedAvg.
 
     Example:
         with radius 0 it is FedAvg, to the last bit.
@@ -45,8 +41,6 @@ class ServerAscent(FederatedCallback):
         >>> fedavg = tiny_run().global_vector
         >>> tiny_run(ServerAscent(radius=0.0)).global_vector.equal(fedavg)
         True
-        >>> tiny_run(ServerAscent(radius=0.1)).global_vector.equal(fedavg)
-        False
     """
 
     title = "server ascent"

@@ -19,10 +19,7 @@ class SharpnessAwareMinimization(FederatedCallback):
     Sent and kept: nothing more than by FedAvg. Two gradients per step.
 
     Args:
-        radius: ρ; 0 is FedAvg.
-
-    Raises:
-        UserError: radius is neither a finite number nor a schedule.
+        radius: ρ, from 0; 0 is FedAvg.
 
     Example:
         FedSAM; with radius 0 it is FedAvg, to the last bit.
@@ -32,8 +29,6 @@ class SharpnessAwareMinimization(FederatedCallback):
         >>> fedavg = tiny_run().global_vector
         >>> tiny_run(SharpnessAwareMinimization(radius=0.0)).global_vector.equal(fedavg)
         True
-        >>> tiny_run(SharpnessAwareMinimization(radius=0.1)).global_vector.equal(fedavg)
-        False
     """
 
     title = "FedSAM"

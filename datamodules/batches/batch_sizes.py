@@ -35,8 +35,7 @@ def smallest_batch(
     steps: ArrayLike | None,
     clients: Sequence[int] | None = None,
 ) -> tuple[int, int]:
-    """Return the smallest batch that a client of ``sizes`` ``(m,)`` trains on, and the first such
-    client.
+    """Return the smallest batch of the clients of ``sizes`` ``(m,)``, and the first such client.
 
     >>> sizes = np.array([8, 9, 12])
     >>> smallest_batch(sizes, 4, False, None), smallest_batch(sizes, 4, True, None)
@@ -83,14 +82,14 @@ def told_of_batch(
         why = f"{has}, of which batch_size={size} takes {samples} at a time"
     if not drop_last and size is not None and smallest_batch(sizes, size, True, None)[0] > samples:
         ways.append("drop_last=True, which leaves such batches out")
+    if own == samples:
+        ways.append("clients that have more samples, by another partition or fewer clients")
     for other in range(size + 1, 2 * size + 1) if size is not None and own > samples else ():
         least = smallest_batch(sizes, other, drop_last, None)[0]
         if least > samples:
             ways.append(f"batch_size={other}, with which the smallest has {least}")
             break
-    if own == samples:
-        ways.append("clients that have more samples, by another partition or fewer clients")
-    return why, "; ".join(ways or ["another batch_size, or another partition"])
+    return why, "; ".join(ways or ["another batch_size"])
 
 
 def drawn_by_weight(

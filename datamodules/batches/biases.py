@@ -25,9 +25,7 @@ class Bias(Checked):
         self.std = std
 
     def __call__(self, x: Tensor, y: Tensor, client: int, seed: int) -> Tensor:
-        """Return one client's pixels x ``(n, channels, …)`` in [0, 1], changed; y ``(n,)`` are
-        the labels.
-        """
+        """Return a client's pixels x ``(n, channels, …)`` in [0, 1], biased; y ``(n,)``: labels."""
         raise NotImplementedError  # abstract: each bias changes pixels in its own way
 
     def __repr__(self) -> str:
@@ -35,9 +33,7 @@ class Bias(Checked):
 
 
 class ClientBias(Bias):
-    """Client i multiplies colour channel k by max(0, 1 + std·z_ik); z is standard normal and fixed
-    for the run.
-    """
+    """Client i multiplies colour channel k by max(0, 1 + std·z_ik), z standard normal."""
 
     def __call__(self, x: Tensor, y: Tensor, client: int, seed: int) -> Tensor:
         z = generator(seed, "client-bias", client).standard_normal(x.shape[1])
@@ -46,9 +42,7 @@ class ClientBias(Bias):
 
 
 class CategoryBias(Bias):
-    """The brightness of every sample of class y is shifted by std·z_y, for all clients; z is
-    standard normal.
-    """
+    """For all clients, samples of class y are brighter by std·z_y, z standard normal."""
 
     classes = 0  # of the training samples, once they are known
 

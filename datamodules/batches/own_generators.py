@@ -36,8 +36,7 @@ ONE_AT_A_TIME = threading.RLock()  # clients train on threads and share the data
 
 
 def generators_of(*roots: Any) -> list[tuple[str, Any]]:
-    """Return generators that these objects reach, and objects with MONAI's ``set_random_state``, by
-    place.
+    """Return the generators that these objects reach, and objects as MONAI's, each with its place.
 
     The roots are a dataset and its collate function. The process's own generators are left out,
     because they are seeded for each client.
@@ -72,9 +71,7 @@ def _reached(root: Any) -> list[tuple[str, Any]]:
 
 
 def _inside(where: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Return the contents of an object: items, attributes, a closure, and generators of its
-    classes.
-    """
+    """Yield an object's items, attributes and closure, and generators of its classes."""
     if isinstance(value, list | tuple):
         yield from ((f"{where}[{i}]", v) for i, v in enumerate(value[:ITEMS]))
     elif isinstance(value, dict):

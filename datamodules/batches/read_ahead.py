@@ -1,6 +1,4 @@
-"""Reading batches ahead in worker processes, in order, with the same bits for any number of
-processes.
-"""
+"""Reading batches ahead in worker processes, in order; their number changes no bit."""
 
 from __future__ import annotations
 
@@ -163,9 +161,7 @@ _own: list[tuple[str, Any]] | None = None
 
 
 def _start(read: Reading, init: Callable[[int], None] | None, number: int, count: Any) -> None:
-    """Begin a worker process, which computes on one thread, as a worker of torch's DataLoader
-    does.
-    """
+    """Begin a worker process; it computes on one thread, as torch's workers do."""
     global _read
     _read = read
     # The run handles a Ctrl-C in the terminal, and ends its workers.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +27,6 @@ from fl_lightning.datamodules.batches.sample_labels import (
     some_of,
     why_no_classes,
 )
-from fl_lightning.datamodules.formats.frames import as_tensor
 from fl_lightning.errors import UserError
 from fl_lightning.machine.device_memory import to_device
 from fl_lightning.machine.random_state import random_state_kept
@@ -70,7 +68,9 @@ class TensorSamples:
         if len(self.x) == 0:
             raise UserError("The data have no samples: give at least one.")
         if not self.y.is_floating_point():
-            self.y = self.y.long()
+            y = self.y.long()
+            # Labels (N, 1), as MedMNIST has them, are labels (N,).
+            self.y = y[:, 0] if y.shape[1:] == (1,) else y
         self.labels = classes_in(self.y.numpy())
         self.why_no_classes = why_no_classes(self.y.numpy()) if self.labels is None else ""
         self.transform = transform
@@ -154,9 +154,7 @@ class TensorSamples:
         biases: Change | None = None,
         augment: Change | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the samples ``index`` in this order, ``size`` at a time; the last batch has the
-        rest.
-        """
+        """Yield the samples ``index`` in this order, ``size`` at a time; the last has the rest."""
         bytes_each = max(1, self.x[0].numel() * (4 if self.image else self.x.element_size()))
         chunk = max(1, CHUNK_BYTES // (bytes_each * size)) * size
         for start in range(0, len(index), chunk):
@@ -168,9 +166,42 @@ class TensorSamples:
                 yield (batch if self.transform is None else self.transform(batch)), y[a : a + size]
 
 
+def as_tensor(values: Any, what: str) -> Tensor:
+    """Return tensors, arrays or frames as a tensor; fractions of a frame become float32.
+
+    Raises:
+        UserError: a value is not a number; ``what`` is the name in the error.
+    """
+    framed = hasattr(values, "to_numpy")
+    # Copied, because a frame may return read-only memory.
+    array = np.array(values.to_numpy()) if framed else values
+    try:
+        if framed and array.dtype.kind not in "biuf":
+            # Objects may be whole numbers, of which float32 would lose digits.
+            whole = np.asarray(array.tolist())
+            array = whole if whole.dtype.kind in "biu" else array.astype(np.float32)
+        tensor = torch.as_tensor(array)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{what} is a {type(values).__name__} that does not become a tensor "
+            f"({str(error)[:160]}): give numbers, and y as whole numbers from 0 if they are "
+            "classes, or the whole frame to FromTable(df, target=…), which numbers a target's "
+            "classes."
+        ) from None
+    if not framed:
+        return tensor.cpu()  # the run puts the data on a GPU itself
+    if tensor.isnan().any():
+        raise UserError(
+            f"{what} is a {type(values).__name__} without a value in row "
+            f"{int(tensor.isnan().nonzero()[0, 0])}: fill it in, or leave such rows out. Arrays "
+            "and tensors may hold NaN."
+        )
+    # A frame's numbers are float64 by default, and a network's are float32.
+    return tensor.float() if tensor.dtype == torch.float64 else tensor
+
+
 class DatasetSamples:
-    """Samples of a map-style Dataset, read and collated one by one: this allows any kind of batch,
-    but is slower.
+    """Samples of a map-style Dataset, read and collated one by one: any kind of batch, but slower.
 
     Args:
         targets: labels ``(N,)``; None: the dataset's own, if they are found without reading
@@ -199,6 +230,7 @@ class DatasetSamples:
         self.labels: NDArray[np.int64] | None = None
         if labels is not None:
             labels = np.asarray(labels)
+            labels = labels.ravel() if labels.shape[1:] == (1,) else labels
             if labels.shape != (len(self),):
                 raise UserError(
                     f"targets have the shape {labels.shape}: give one label for each of the "
@@ -212,35 +244,25 @@ class DatasetSamples:
         return len(self.read.dataset)
 
     def compare_labels(self) -> str:
-        """Compare the labels with those in a few samples.
-
-        If the data set's own labels differ, they count as unknown.
-
-        Returns:
-            How they differ, for a note; empty if they do not.
+        """Return how the labels differ from those in a few samples, for a note; empty if they do
+        not. If the data set's own labels differ, they count as unknown.
         """
-        if self.labels is None or self.read.fetch == "batch":
+        if self.labels is None or self._given or self.read.fetch == "batch":
             return ""
         some = some_of(len(self))
         try:
             with drawing_apart():
-                for index, batch in zip(some, self.each(some, lambda k: k, CPU), strict=True):
-                    place = int(index[0])
+                for (place,), batch in zip(some, self.each(some, lambda k: k, CPU), strict=True):
                     label = int(self.labels[place])
                     other = label_that_differs(batch, label)
-                    if other is None:
-                        continue
-                    if self._given:
-                        follows = "the split and the counts of classes follow targets"
-                    else:
+                    if other is not None:
                         self.labels = None
                         self.why_no_classes = f"sample {place} is read with the label {other:g}"
-                        follows = "the labels count as unknown: give targets=[…], one per sample"
-                    return (
-                        f"sample {place} of the training data has the label {other:g} when it is "
-                        f"read, but {'targets' if self._given else 'its data set'} says {label}; "
-                        f"{follows}"
-                    )
+                        return (
+                            f"sample {place} of the training data has the label {other:g} when it "
+                            f"is read, but its data set says {label}; the labels count as unknown: "
+                            "give targets=[…], one per sample"
+                        )
         except Exception:  # reading is the data set's own code, whose errors the run reports
             return ""
         finally:
@@ -272,12 +294,10 @@ class DatasetSamples:
         # Until the search is done, only one reader reads at a time: a second one would draw from a
         # generator that the first has just created.
         with nullcontext() if self._looked else ONE_AT_A_TIME:
-            if not self._generators and not self._looked:
-                self._generators = generators_of(self.read.dataset, self.read.collate)
-            if not self._generators and not self._looked:
+            if not self._looked:
+                # A dataset may create its generators when it is first read, so search after that.
+                # If the search raises, it is not marked as done.
                 batch = self.read(index)
-                # A dataset may create its generators when it is first read, so search for them
-                # again. If the search raises, it is not marked as done.
                 self._generators = generators_of(self.read.dataset, self.read.collate)
                 self._looked = True
                 if not self._generators:
@@ -289,21 +309,8 @@ class DatasetSamples:
             seed_all(self._generators, seed())
             return self.read(index)
 
-    def batches(
-        self,
-        index: NDArray[np.int64],
-        size: int,
-        device: torch.device = CPU,
-        biases: Change | None = None,
-        augment: Change | None = None,
-    ) -> Iterator[Batch]:
-        for a in range(0, len(index), size):
-            yield batch_to_device(self.read(index[a : a + size]), device)
-
     def evaluation_size(self) -> int:
-        """Return the batch size in evaluation: as many samples like the first as
-        ``EVALUATION_BYTES`` hold.
-        """
+        """Return evaluation's batch size: as many first samples as ``EVALUATION_BYTES`` hold."""
         if self._evaluation_size is None:
             with drawing_apart():
                 each = _nbytes(self.read(np.zeros(1, np.int64)))
@@ -351,9 +358,7 @@ def makes_batches(samples: Samples) -> bool:
 
 @contextmanager
 def drawing_apart() -> Iterator[None]:
-    """Within this context the process's generators begin at 0; afterwards they have their
-    earlier states.
-    """
+    """Within this context the process's generators begin at 0; their states come back."""
     with random_state_kept():
         torch.default_generator.manual_seed(0)
         np.random.seed(0)
@@ -362,13 +367,7 @@ def drawing_apart() -> Iterator[None]:
 
 
 def _nbytes(batch: Batch) -> int:
-    """Return the memory of a batch's tensors and arrays, else the length of its pickle."""
-    known = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor | np.ndarray))
-    # A batch's own __reduce__ may raise anything.
-    try:
-        return known or len(pickle.dumps(batch))
-    except Exception:
-        return known
+    return sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor | np.ndarray))
 
 
 @runtime_checkable

@@ -9,12 +9,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
+from fl_lightning.accepted import PositiveInt
 from fl_lightning.errors import UserError
 
 # PIL's modes to which it converts any picture, with 8 bits per channel or 1.
 Mode = Literal["1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV"]
+# A number of pixels, or height and width.
+Size = PositiveInt | tuple[PositiveInt, PositiveInt] | None
 
 
 @dataclass(frozen=True)
@@ -33,34 +37,33 @@ class Pictures:
     mode: str | None = "RGB"
     mean: Sequence[float] = ()
     std: Sequence[float] = ()
-    filter: Literal["bilinear"] | None = "bilinear"
+    filter: Image.Resampling | None = Image.Resampling.BILINEAR
 
-    def read(self, file: Any, what: str = "") -> NDArray[np.uint8]:
-        """Return a file's picture, or PIL's, as uint8 ``(height, width)`` or ``(height, width,
-        channels)``.
+    @classmethod
+    def of(
+        cls, size: Size, mode: str | None, mean: Sequence[float], std: Sequence[float]
+    ) -> Pictures:
+        """Return the settings that options name."""
+        pair = (size, size) if isinstance(size, int) else size
+        return cls(None if pair is None else (pair[0], pair[1]), mode, tuple(mean), tuple(std))
+
+    def read(self, file: Any) -> NDArray[np.uint8]:
+        """Return a file's picture as uint8 ``(height, width)`` or ``(height, width, channels)``.
 
         Raises:
             UserError: it cannot be decoded.
         """
-        from PIL import Image
-
-        if isinstance(file, Image.Image):
-            return self.array(file)
         try:
             with Image.open(file) as picture:
                 return self.array(picture)
-        except UserError as error:
-            raise UserError(f"The picture {what or str(file)!r}: {error}") from None
         except Exception as error:  # PIL and its formats raise many kinds of errors
             raise UserError(
-                f"The picture {what or str(file)!r} cannot be read "
-                f"({type(error).__name__}: {str(error)[:120]}). Copy it again, or take it out."
+                f"The picture {str(file)!r} cannot be read "
+                f"({type(error).__name__}: {str(error)[:160]}). Copy it again, or take it out."
             ) from None
 
-    def array(self, picture: Any) -> NDArray[np.uint8]:
+    def array(self, picture: Image.Image) -> NDArray[np.uint8]:
         """Return a picture that PIL has opened as an array of the same form."""
-        from PIL import Image
-
         if picture.mode[0] in "IF":
             raise UserError(
                 f"A picture of the mode {picture.mode!r} has more than 256 levels, of which PIL "
@@ -69,17 +72,10 @@ class Pictures:
         # The pixels of a palette picture are places in its palette, from which PIL makes colours.
         mode = self.mode or {"P": "RGB", "PA": "RGBA", "1": "L"}.get(picture.mode)
         if mode is not None:
-            try:
-                picture = picture.convert(mode)
-            except ValueError:
-                raise UserError(
-                    f"A picture of the mode {picture.mode!r} cannot be converted to {mode!r} by "
-                    "PIL: give another data.mode, such as RGB."
-                ) from None
+            picture = picture.convert(mode)
         if self.size is not None:
             (height, width) = self.size
-            filters = {"bilinear": Image.Resampling.BILINEAR, None: None}
-            picture = picture.resize((width, height), filters[self.filter])
+            picture = picture.resize((width, height), self.filter)
         pixels = np.asarray(picture, np.uint8)
         return pixels * np.uint8(255) if picture.mode == "1" else pixels
 
@@ -98,25 +94,3 @@ class Pictures:
         if self.std:
             x /= torch.tensor(self.std).view(-1, 1, 1)
         return x
-
-
-def size_of(given: int | Sequence[int] | None) -> tuple[int, int] | None:
-    """Return height and width, given one number or two."""
-    if given is None:
-        return None
-    pair = tuple(given) if isinstance(given, list | tuple) else (given, given)
-    if len(pair) != 2 or not all(type(n) is int and n > 0 for n in pair):
-        raise UserError(
-            f"data.image_size is {given!r}: give one number of pixels, or [height, width]."
-        )
-    return (int(pair[0]), int(pair[1]))
-
-
-def check_normalised(mean: Sequence[float], std: Sequence[float]) -> None:
-    """Refuse numbers by which x cannot be divided."""
-    finite = bool(np.isfinite([*mean, *std]).all())
-    if not finite or any(s <= 0 for s in std) or (mean and std and len(mean) != len(std)):
-        raise UserError(
-            f"data.mean is {list(mean)} and data.std {list(std)}: give one number per channel "
-            "each, and std above 0."
-        )

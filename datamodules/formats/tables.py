@@ -1,24 +1,21 @@
-"""Tables from CSV, Parquet and frames, as frames of pandas with Arrow's types; errors name the
-line.
-"""
+"""Tables from CSV, Parquet and frames, as frames of pandas with Arrow's types."""
 
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.datamodules.partitions.client_names import trimmed
-from fl_lightning.errors import CellError, UserError, suggest
+from fl_lightning.errors import CellError, UserError, optional, suggest
 
 TO_NUMBERS = (
     "convert the column to numbers, give data.encode (one-hot or codes) if it holds names, or "
@@ -31,6 +28,9 @@ TARGET_TO_NUMBERS = (
 # Names that pandas and R give to the column of row numbers: in a CSV, in a CSV read again, and in
 # Parquet.
 ROW_INDEX = re.compile(r"\s*|Unnamed: \d+|__index_level_\d+__")
+LARGEST = np.finfo(np.float32).max
+# pandas cannot switch quotes off with this engine, so it gets a character that no text begins with.
+NO_QUOTES = "\x1f"
 
 
 @dataclass(frozen=True)
@@ -38,22 +38,17 @@ class FileTable:
     """Columns of a file, or of several.
 
     Args:
-        path: the file, or the first of them.
-        frame: a frame of pandas; its index holds the file and the number of each row in it.
-        separator: between a CSV's columns.
+        path: the file, or all files' names.
+        frame: a frame of pandas; its index holds the file and the number of each row in it. In a
+            CSV the line of names is row 1.
     """
 
     path: Path
     frame: Any
-    separator: str = ","
 
     @property
     def where(self) -> str:
-        """Return a name of the table for an error or a note about many rows."""
-        files = self.frame.index.unique(0)
-        if len(files) <= 1:
-            return f"The table {str(self.path)!r}"
-        return f"The tables {', '.join(map(repr, files))[:300]}"
+        return f"The table {str(self.path)!r}"
 
     @property
     def columns(self) -> list[str]:
@@ -70,53 +65,26 @@ class FileTable:
         """Return the beginning of an error about a row's value in a column."""
         value = self.frame[column].iloc[row]
         said = "no value" if self.frame[column].isna().iloc[row] else repr(value)[:200]
-        file, _ = self.frame.index[row]
-        return f"The table {file!r} has {said} in column {column!r} of line {self.line(row)}"
-
-    def line(self, row: int) -> int:
-        """Return the line in which a row begins: in a CSV a row may have several lines."""
         file, number = self.frame.index[row]
-        path = Path(file)
-        if not path.is_file() or is_parquet(path):
-            return int(number)
-        with text_of(path) as text:
-            reader = csv.reader(text, delimiter=self.separator)
-            end = 0
-            for record in reader:
-                if record and number == 0:
-                    return end + 1
-                number -= bool(record)
-                end = reader.line_num
-        return end
+        return f"The table {file!r} has {said} in column {column!r} of row {number}"
 
     def wrong(self, column: str, row: int, what: str) -> CellError:
         """Return an error about a row's value in a column."""
         # In a file without a first line of names, the name of a column is a cell: so the place has
         # its number.
-        place = f"column {self.columns.index(column) + 1}, line {self.line(row)}"
+        place = f"column {self.columns.index(column) + 1}, row {self.frame.index[row][1]}"
         return CellError(f"{self.has(column, row)}{what}", place)
 
-    def present(self, name: str, option: str = "") -> Any:
-        """Return a column's values, none of which may be missing; ``option``: text about
-        another remedy.
-        """
-        import pyarrow
-
+    def present(self, name: str) -> Any:
+        """Return a column's values, none of which may be missing."""
         values = self.frame[name]
-        if pyarrow.types.is_nested(values.dtype.pyarrow_dtype):
-            raise self.wrong(
-                name,
-                0,
-                ", but a table needs one number or name in each cell: make a column of each "
-                "part, or choose another column.",
-            )
         gone = np.flatnonzero(values.isna())
         if len(gone):
             raise self.wrong(
                 name,
                 int(gone[0]),
-                f" ({len(gone)} of {len(values)} rows): fill them in, or leave these rows out"
-                f"{option}.",
+                f" ({len(gone)} of {len(values)} rows): fill them in, leave these rows out "
+                "(data.missing=drop), or leave the column out of data.features.",
             )
         return values
 
@@ -126,24 +94,16 @@ class FileTable:
         Args:
             remedy: what to do if a value is not a number.
         """
-        columns = []
-        for name in names:
-            values = self.present(name, ", or leave the column out of data.features")
-            x = as_numbers(values)
-            not_a_number = np.flatnonzero(np.isnan(x))
-            if len(not_a_number):
-                row = int(not_a_number[0])
-                raise self.wrong(name, row, f", which is not a number: {remedy}.")
-            beyond = np.flatnonzero(np.abs(x) > np.finfo(np.float32).max)
-            if len(beyond):
-                what = ", which is not a finite number in single precision."
-                raise self.wrong(name, int(beyond[0]), what)
-            columns.append(x)
+        columns = [as_numbers(self.present(name)) for name in names]
+        for name, x in zip(names, columns, strict=True):
+            wrong = np.flatnonzero(~(np.abs(x) <= LARGEST))
+            if len(wrong):
+                what = ", which is not a finite number in single precision"
+                raise self.wrong(name, int(wrong[0]), f"{what}: {remedy}.")
         return np.stack(columns, axis=1)
 
     def target_numbers(self, name: str) -> NDArray[np.float64]:
         """Return the target's column ``(N,)``."""
-        self.present(name)
         found: NDArray[np.float64] = self.numbers([name], TARGET_TO_NUMBERS)[:, 0]
         return found
 
@@ -166,19 +126,15 @@ def all_but(path: Path, columns: Iterable[str], others: Sequence[str]) -> list[s
     Raises:
         UserError: one of the columns is a row index, which has no information about a sample.
     """
-    features = []
-    for place, name in enumerate(columns, 1):
-        if name in others:
-            continue
+    features = [name for name in columns if name not in others]
+    for name in features:
         if ROW_INDEX.fullmatch(name):
             raise UserError(
-                f"The table {str(path)!r} has a column {name!r} (its column {place}), which is "
-                "what pandas calls the row index, and data.features is not given, so the model "
-                "would learn from the row's number: write the file with index=False "
-                "(df.to_csv(path, index=False)), or name the columns to learn from by "
-                "data.features."
+                f"The table {str(path)!r} has a column {name!r}, which is what pandas calls the "
+                "row index, and data.features is not given, so the model would learn from the "
+                "row's number: write the file with index=False (df.to_csv(path, index=False)), or "
+                "name the columns to learn from by data.features."
             )
-        features.append(name)
     return features
 
 
@@ -189,36 +145,43 @@ def refuse_twice(option: str, names: Sequence[str | int]) -> None:
         raise UserError(f"{option} names {twice[0]!r} twice: name each once.")
 
 
+def give_one(options: Mapping[str, Any]) -> None:
+    """Refuse options that contradict each other."""
+    given = [f"data.{name}={value!r}" for name, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} contradict each other: give one of them.")
+
+
 def refuse_answers(
-    features: Iterable[str], others: dict[str, str | None], chosen: str = "data.features"
+    features: Sequence[str], others: Mapping[str, str | None], chosen: str = "data.features"
 ) -> None:
     """Refuse to use the target, or the client's column, as an input."""
-    for name in map(str, features):
-        for option, other in others.items():
-            if name == other:
-                raise UserError(
-                    f"{chosen} has {name!r}, which is data.{option}={other!r}: the model "
-                    f"would learn from it. Leave it out of {chosen}, or give another "
-                    f"data.{option}."
-                )
+    for option, other in others.items():
+        if other in features:
+            raise UserError(
+                f"{chosen} has {other!r}, which is data.{option}={other!r}: the model would learn "
+                f"from it. Leave it out of {chosen}, or give another data.{option}."
+            )
 
 
-def require(table: FileTable, chosen: dict[str, Iterable[str]]) -> None:
-    """Refuse names of columns that the table lacks; ``chosen`` has the columns of each option."""
-    columns = table.columns
+def require(columns: Sequence[str], where: str, chosen: Mapping[str, Iterable[str]]) -> None:
+    """Refuse names of columns that the data lack.
+
+    Args:
+        where: the name of the data in an error.
+        chosen: the columns of each option.
+    """
     for option, names in chosen.items():
         for name in names:
             if name not in columns:
                 raise UserError(
-                    f"data.{option}={name!r}: the table {str(table.path)!r} has no column "
-                    f"{name!r}; it has {', '.join(columns)[:300]}.{suggest(name, columns)}"
+                    f"data.{option}={name!r}: {where} has no column {name!r}; it has "
+                    f"{', '.join(columns)[:300]}.{suggest(name, columns)}"
                 )
 
 
 def places_of(values: Any, names: Sequence[str]) -> NDArray[np.int64]:
-    """Return the place of each value among names ``(N,)``: by number in a column of numbers, else
-    by text; -1: it is not among them.
-    """
+    """Return each value's place among names ``(N,)``, by number in a column of them; -1: none."""
     import pandas
 
     known = pandas.Series(names, dtype=str)
@@ -231,9 +194,7 @@ def places_of(values: Any, names: Sequence[str]) -> NDArray[np.int64]:
 
 
 def codes(values: Any) -> tuple[NDArray[np.int64], list[str]]:
-    """Return each value's place among the distinct values ``(N,)``, and these as text, ascending:
-    numbers by size, texts by letter.
-    """
+    """Return each value's place among the distinct ones ``(N,)``, and these as text, ascending."""
     import pandas
 
     places, found = pandas.factorize(values, sort=True)
@@ -251,13 +212,8 @@ def labels(table: FileTable, target: str) -> tuple[NDArray[Any], list[str] | Non
     return codes(values)
 
 
-def coded(
-    table: FileTable,
-    target: str,
-    classes: Sequence[str] | None,
-    of: str = "the training data",
-) -> NDArray[Any]:
-    """Return y of a table by the classes of another table, or by given classes.
+def coded(table: FileTable, target: str, classes: Sequence[str] | None, of: str) -> NDArray[Any]:
+    """Return y of a table by the classes that ``of`` gives; None: y are numbers.
 
     Raises:
         UserError: a value is not among the accepted ones.
@@ -272,9 +228,52 @@ def coded(
     return found
 
 
+def separator_of(path: Path) -> str:
+    """Return a tab for ``.tsv`` and ``.tsv.gz``, else a comma."""
+    return "\t" if path.name.lower().endswith((".tsv", ".tsv.gz")) else ","
+
+
+def cells(
+    text: str, separator: str, quotes: bool | None, names: Sequence[str] | None = None
+) -> tuple[list[str], list[list[str]]]:
+    """Return the columns' names and the rows of a table; an empty line is not a row.
+
+    Args:
+        quotes: whether a cell may be in quotes; None: unless a tab is the separator.
+        names: the columns' names, if the first line does not have them.
+
+    Raises:
+        ValueError: a row has more or fewer cells than there are columns; the error has its line.
+    """
+    quotes = separator != "\t" if quotes is None else quotes
+    quoting: Any = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+    lines = io.StringIO(text, newline="")
+    # The limit is the process's, and other readers rely on it.
+    limit = csv.field_size_limit(2**31 - 1)
+    line = 1
+    try:
+        reader = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
+        header = list(next(reader, []) if names is None else names)
+        rows = []
+        line = reader.line_num + 1
+        for row in reader:
+            if row and len(row) != len(header):
+                raise ValueError(
+                    f"line {line} has {len(row)} cells, and there are {len(header)} columns"
+                )
+            rows += [row] if row else []
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f"line {line}: {error}") from None
+    finally:
+        csv.field_size_limit(limit)
+    return header, rows
+
+
 def read_table(
     given: Path | Any,
-    separator: str,
+    separator: str | None = None,
+    quotes: bool | None = None,
     names: Sequence[str] | None = None,
     marks: Sequence[str] = (),
     texts: Sequence[str] = (),
@@ -282,191 +281,119 @@ def read_table(
     """Read a whole table, from a file or a frame.
 
     Args:
+        separator: between a CSV's columns; None: by the file's name.
+        quotes: as in ``cells``.
         names: the columns' names, for a CSV without a first line of names.
         marks: texts and numbers that mark a missing value.
         texts: columns of a CSV that hold texts, even if all of them look like numbers.
 
     Raises:
-        UserError: it does not exist, has no rows, or has rows of different lengths.
+        UserError: it cannot be read, or has no rows.
     """
-    _check_installed()
+    pandas = optional("pandas", "tables", "A table")
+    pyarrow = optional("pyarrow", "tables", "A table")
     path = given if isinstance(given, Path) else Path(f"<{type(given).__name__}>")
-    first = 1  # row numbers of Parquet and frames; in a CSV the names are row 0
-    with reading(path):
+    separator = separator_of(path) if separator is None else separator
+    quotes = separator != "\t" if quotes is None else quotes
+    first = 1
+    with reading(path, separator, quotes):
         if not isinstance(given, Path):
-            read = _of_frame(given)
-        elif is_parquet(path):
-            import pyarrow.parquet
-
-            read = pyarrow.parquet.ParquetFile(path).read()
+            if hasattr(given, "to_arrow"):
+                read = given.to_arrow()
+            else:
+                read = pyarrow.Table.from_pandas(given, preserve_index=False)
+            frame = read.to_pandas(types_mapper=pandas.ArrowDtype)
+        elif path.suffix.lower() in (".parquet", ".pq"):
+            frame = pandas.read_parquet(path, dtype_backend="pyarrow")
         else:
-            first = int(names is None)
-            read = _of_csv(path, separator, names, marks, texts)
-        refuse_two_of_a_name(path, read.column_names)
-        frame = _in_pandas(path, read, marks)
+            first = 1 if names is not None else 2
+            frame = _read_csv(path, separator, quotes, names, marks, texts)
+        if not frame.columns.is_unique:
+            raise ValueError("two columns have one name")
+        numbers = pandas.to_numeric(pandas.Series(marks, dtype=object), errors="coerce").dropna()
+        for name in frame:
+            frame[name] = _plain(frame[name], marks, numbers)
     if not len(frame):
         raise UserError(f"The table {str(path)!r} has no rows: give at least one.")
-    import pandas
-
-    frame.index = range(first, first + len(frame))
-    return FileTable(path, pandas.concat({str(path): frame}), separator)
-
-
-def _check_installed() -> None:
-    try:
-        import pandas  # noqa: F401
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"Tables are read by pandas and pyarrow, of which one is not installed ({error}): pip "
-            "install 'fl-lightning[tables]'."
-        ) from None
+    rows = range(first, first + len(frame))
+    frame.index = pandas.MultiIndex.from_product([[str(path)], rows])
+    return FileTable(path, frame)
 
 
-def _of_csv(
+def _read_csv(
     path: Path,
     separator: str,
+    quotes: bool,
     names: Sequence[str] | None,
     marks: Sequence[str],
     texts: Sequence[str],
 ) -> Any:
-    """Return a CSV as Arrow's table, which tells numbers, truth values, dates and texts apart."""
-    import pyarrow
-    from pyarrow import csv as arrow
+    """Return the frame of a CSV.
 
-    if is_zipfile(path):
-        raise UserError(
-            f"The table {str(path)!r} is a zip archive, as Excel's .xlsx is: unpack it, or save "
-            "the sheet as CSV."
-        )
-    # pandas' marks of a missing value, of which Arrow lacks two.
-    missing = [*arrow.ConvertOptions().null_values, "<NA>", "None", *marks]
-    options = {
-        # Several threads would lose the number of a row that cannot be read.
-        "read_options": arrow.ReadOptions(column_names=names, use_threads=False),
-        "parse_options": arrow.ParseOptions(delimiter=separator, newlines_in_values=True),
-        "convert_options": arrow.ConvertOptions(
-            null_values=missing,
-            strings_can_be_null=True,
-            column_types=dict.fromkeys(texts, pyarrow.string()),
-        ),
-    }
-    try:
-        read = arrow.read_csv(path, **options)
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(
-            f"The table {str(path)!r} cannot be read: {' '.join(str(error).split())[:200]}. Its "
-            "first line has to name the columns (or give data.columns), each row needs a cell for "
-            f"each of them (data.separator is {separator!r}), and each quote has to be closed."
-        ) from None
-    for field in read.schema:
-        if pyarrow.types.is_binary(field.type):
-            raise UserError(
-                f"The table {str(path)!r} is not in UTF-8 in column {field.name!r}: save it as "
-                "UTF-8."
-            )
-    return read
-
-
-def _of_frame(given: Any) -> Any:
-    """Return a frame of pandas or polars as Arrow's table."""
-    if hasattr(given, "to_arrow"):
-        return given.to_arrow()
-    import pyarrow
-
-    refuse_two_of_a_name(Path(f"<{type(given).__name__}>"), list(map(str, given.columns)))
-    return pyarrow.Table.from_pandas(given, preserve_index=False)
-
-
-def _in_pandas(path: Path, read: Any, marks: Sequence[str]) -> Any:
-    """Return Arrow's table as a frame with missing values in place of ``marks``."""
-    import pandas
-
-    columns = [_simple(column) for column in read.columns]
-    plain = read.from_arrays(columns, names=read.column_names)
-    frame = plain.to_pandas(types_mapper=pandas.ArrowDtype)
-    numbers = pandas.to_numeric(pandas.Series(marks, dtype=object), errors="coerce").dropna()
-    for name, values in frame.items():
-        if pandas.api.types.is_string_dtype(values.dtype):
-            frame[name] = values.mask(values.isin([*marks, ""]))
-        elif pandas.api.types.is_numeric_dtype(values.dtype):
-            frame[name] = values.mask(values.isin(numbers))
-    return frame
-
-
-def _simple(column: Any) -> Any:
-    """Return a column of Arrow: categories as their values, decimals as float64, NaN as missing,
-    and texts without blanks around them, each accented letter as one character: macOS writes é as
-    two.
+    Raises:
+        ValueError: with the line, if a row is wrong.
     """
+    import pandas
     import pyarrow
-    from pyarrow import compute, types
 
-    kind = column.type
-    if types.is_dictionary(kind):
-        return _simple(column.cast(kind.value_type))
-    if types.is_decimal(kind):
-        return column.cast(pyarrow.float64())
-    if types.is_floating(kind):
-        return compute.if_else(compute.is_nan(column), None, column)
-    if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
-        trimmed = compute.utf8_trim_whitespace(column.cast(pyarrow.string()))
-        return compute.utf8_normalize(trimmed, "NFC")
-    return column
-
-
-def refuse_blanks(names: Iterable[Any], where: str) -> None:
-    """Refuse names that are empty, or differ only in blanks or forms of letters."""
-    spelled: dict[str, str] = {}
-    for name in map(str, names):
-        first = spelled.setdefault(trimmed(name), name)
-        if first != name:
-            raise UserError(
-                f"{where} has one name in two ways: {first!r} and {name!r}. Write it in one way."
-            )
-    if "" in spelled:
-        raise UserError(f"{where} has a name without letters: fill it in, or leave the row out.")
+    try:
+        return pandas.read_csv(
+            path,
+            sep=separator,
+            quotechar='"' if quotes else NO_QUOTES,
+            names=names,
+            na_values=list(marks),
+            dtype=dict.fromkeys(texts, pandas.ArrowDtype(pyarrow.string())),
+            engine="pyarrow",
+            dtype_backend="pyarrow",
+        )
+    except pandas.errors.ParserError:
+        # pyarrow does not know the line, because several threads read.
+        with suppress(OSError, EOFError, UnicodeDecodeError):
+            opened: Any = gzip.open if path.suffix.lower() == ".gz" else open
+            with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
+                cells(file.read(), separator, quotes, names)
+        raise
 
 
-def refuse_two_of_a_name(path: Path, names: Sequence[str]) -> None:
-    """Refuse a table with two columns of the same name."""
-    twice = [name for name in names if list(names).count(name) > 1]
-    if twice:
-        raise UserError(f"The table {str(path)!r} has two columns {twice[0]!r}: name each once.")
+def _plain(values: Any, marks: Sequence[str], numbers: Any) -> Any:
+    """Return a column with missing values in place of ``marks`` and NaN.
 
+    Categories become their values and decimals float64. Texts lose the blanks around them, and get
+    each accented letter as one character: macOS writes é as two.
+    """
+    import pandas
+    import pyarrow
 
-def is_parquet(path: Path) -> bool:
-    """Return whether a file is Parquet, by its ending or its first bytes."""
-    if path.suffix.lower() in (".parquet", ".pq"):
-        return True
-    with open(path, "rb") as file:
-        return file.read(4) == b"PAR1"
+    kind = values.dtype.pyarrow_dtype
+    if pyarrow.types.is_binary(kind):
+        raise ValueError(f"column {values.name!r} is not text in UTF-8")
+    if pyarrow.types.is_dictionary(kind):
+        values = values.astype(pandas.ArrowDtype(kind.value_type))
+    if pyarrow.types.is_decimal(kind):
+        values = values.astype(pandas.ArrowDtype(pyarrow.float64()))
+    if pandas.api.types.is_string_dtype(values.dtype):
+        values = values.str.strip().str.normalize("NFC")
+        return values.mask(values.isin([*marks, ""]))
+    if pandas.api.types.is_numeric_dtype(values.dtype):
+        return values.mask(np.isnan(as_numbers(values)) | values.isin(numbers))
+    return values
 
 
 @contextmanager
-def text_of(path: Path) -> Iterator[Any]:
-    """Open a CSV, packed or not, as text."""
-    import pyarrow
-
-    with pyarrow.input_stream(str(path)) as file:
-        yield io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: Path, separator: str, quotes: bool) -> Iterator[None]:
     """Within this context, errors about a file name the file."""
     try:
         yield
-    except UserError:
-        raise
     except FileNotFoundError:
         raise UserError(
             f"The table {str(path)!r} is not there (the present folder is {str(Path.cwd())!r})."
         ) from None
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"The table {str(path)!r} is not in UTF-8 ({error.reason}): save it as UTF-8."
-        ) from error
-    except Exception as error:  # pyarrow raises errors of many kinds
+    except Exception as error:  # pandas and pyarrow raise errors of many kinds
         text = " ".join(str(error).split())[:200]
-        raise UserError(f"The table {str(path)!r} cannot be read: {text}.") from error
+        raise UserError(
+            f"The table {str(path)!r} cannot be read: {text}. A CSV is text in UTF-8, whose first "
+            "line names the columns, each by another name (or give data.columns). Each row needs a "
+            f"cell for each column (data.separator is {separator!r}), and each quote has to be "
+            f"closed (data.quotes is {str(quotes).lower()})."
+        ) from error

@@ -1,17 +1,16 @@
-"""Texts as whole numbers: by a tokenizer in a local folder, or one number per byte without a
-tokenizer.
-"""
+"""Texts as whole numbers: by a tokenizer in a local folder, or one number per byte."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, optional
 
 # Marks the end of a text. The mark is not a tokenizer's number, so that each network may fill in
 # its own.
@@ -21,7 +20,50 @@ END = 1
 FIRST_BYTE = 3
 
 
-class Bytes:
+class Tokens:
+    """Base class of tokenizers.
+
+    ``start`` and ``end``: the tokens that begin a text to be continued, and the one that ends it.
+    """
+
+    start: Sequence[int] = ()
+    end: int | None
+
+    def whole(self, text: str) -> NDArray[np.int32]:
+        """Return a long text ``(tokens,)``, without a beginning and an end."""
+        raise NotImplementedError  # abstract: each tokenizer has its own numbers
+
+    def rendered(self, messages: list[dict[str, str]], asks: bool) -> list[int] | None:
+        """Return messages by the tokenizer's chat template; None: it has none."""
+        return None
+
+    def chat(self, messages: list[dict[str, str]], asks: bool = False) -> list[int]:
+        """Return messages as tokens, with ``asks`` up to where the assistant's answer begins."""
+        found = self.rendered(messages, asks)
+        if found is not None:
+            return found
+        tokens = list(self.start)
+        for message in messages:
+            for text in (f"<|{message['role']}|>\n", message["content"]):
+                tokens += self.whole(text).tolist()
+            tokens.append(self.end_of_text())
+        return tokens + (self.whole("<|assistant|>\n").tolist() if asks else [])
+
+    def end_of_text(self) -> int:
+        """Return the token that ends a text.
+
+        Raises:
+            UserError: the tokenizer has none.
+        """
+        if self.end is None:
+            raise UserError(
+                "data.tokenizer has no token for the end of a text (eos_token). Set one in its "
+                "folder."
+            )
+        return self.end
+
+
+class Bytes(Tokens):
     """One token per byte of UTF-8, and one for the end of a text: 259 numbers, as in ByT5.
 
     >>> Bytes().pairs([("ab", "c")], 8), Bytes().pairs([("abcdef", "xyz")], 6)
@@ -31,26 +73,20 @@ class Bytes:
     size = FIRST_BYTE + 256
     end: int | None = END
 
-    def chat(self, messages: list[dict[str, str]], asks: bool = False) -> list[int] | None:
-        """Return None: there is no chat template."""
-        return None
-
     def whole(self, text: str) -> NDArray[np.int32]:
-        """Return a long text ``(tokens,)``, without an end."""
         # JSON may escape half a character, which UTF-8 does not have.
         return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.int32) + FIRST_BYTE
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special tokens; bytes that are not UTF-8 are
-        replaced.
-        """
-        numbers = [t - FIRST_BYTE for t in tokens if FIRST_BYTE <= t < self.size]
-        return bytes(numbers).decode(errors="replace")
+        """Return the text before the first special token; what is not UTF-8 is replaced."""
+        letters = takewhile(lambda token: FIRST_BYTE <= token < self.size, tokens)
+        return bytes(token - FIRST_BYTE for token in letters).decode(errors="replace")
+
+    def table(self, texts: Sequence[Sequence[str]], length: int) -> NDArray[np.int32]:
+        """Return texts or pairs ``(N, length)``, -1 after the end; longer texts lose their end."""
+        return padded(self.pairs(texts, length), length)
 
     def pairs(self, texts: Sequence[Sequence[str]], length: int) -> list[list[int]]:
-        """Return at most ``length`` tokens of each text, or pair of texts; longer texts lose
-        their end.
-        """
         rows = []
         for parts in texts:
             tokens = [self.whole(part).tolist() for part in parts]
@@ -71,43 +107,54 @@ class Bytes:
         return tokens[:length]
 
 
-class Folder:
+class Folder(Tokens):
     """A tokenizer of transformers from a local folder; nothing is downloaded.
+
+    Args:
+        bos: begin a text that is to be continued with the tokenizer's BOS; None: with the tokens
+            that the tokenizer puts before a text, if any.
 
     Raises:
         UserError: transformers is missing, or the folder holds no tokenizer.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        if not Path(path).is_dir():
-            raise UserError(
-                f"data.tokenizer is {str(path)!r}, which is no folder. Give a local folder with a "
-                "tokenizer (tokenizer.json, or vocab.json and merges.txt); nothing is "
-                "downloaded. null: bytes are the tokens."
+    def __init__(self, path: str | Path, bos: bool | None = None) -> None:
+        transformers = optional("transformers", "text", f"data.tokenizer is {str(path)!r}, which")
+        try:
+            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+                str(path), local_files_only=True
             )
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise UserError(
-                f"data.tokenizer is {str(path)!r}, which needs transformers ({error}). Install it: "
-                "pip install 'fl-lightning[text]'; or give null: bytes are the tokens."
-            ) from None
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         except Exception as error:  # the library and its file formats raise many kinds of errors
             raise UserError(
                 f"data.tokenizer is {str(path)!r}, where no tokenizer can be read "
-                f"({type(error).__name__}: {' '.join(str(error).split())[:160]})."
+                f"({type(error).__name__}: {' '.join(str(error).split())[:160]}). Give a local "
+                "folder with a tokenizer (tokenizer.json, or vocab.json and merges.txt); nothing "
+                "is downloaded. null: bytes are the tokens."
             ) from error
         self.size = len(self._tokenizer)
         self.end: int | None = self._tokenizer.eos_token_id
+        self.start: Sequence[int] = self._before() if bos is None else ()
+        if bos:
+            if self._tokenizer.bos_token_id is None:
+                raise UserError(
+                    f"data.bos is true, and the tokenizer in {str(path)!r} has no bos_token: set "
+                    "one in its folder, or leave data.bos out."
+                )
+            self.start = (self._tokenizer.bos_token_id,)
 
-    def chat(self, messages: list[dict[str, str]], asks: bool = False) -> list[int] | None:
-        """Return messages rendered by the chat template, with ``asks`` up to the answer; None:
-        there is no template.
-        """
+    def _before(self) -> Sequence[int]:
+        """Return the tokens that the tokenizer puts before a text."""
+        text = self.whole("a").tolist()
+        marked: list[int] = self._tokenizer("a")["input_ids"]
+        places = range(len(marked) - len(text) + 1)
+        first = next((i for i in places if marked[i : i + len(text)] == text), 0)
+        return tuple(marked[:first])
+
+    def rendered(self, messages: list[dict[str, str]], asks: bool) -> list[int] | None:
         if not getattr(self._tokenizer, "chat_template", None):
             return None
+        if not messages:
+            return []
         text: str = self._tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=asks
         )
@@ -119,19 +166,32 @@ class Folder:
         )
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special tokens."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        """Return the text before the first special token, such as the end of a message."""
+        special = set(self._tokenizer.all_special_ids)
+        return str(self._tokenizer.decode(list(takewhile(lambda t: t not in special, tokens))))
 
-    def pairs(self, texts: Sequence[Sequence[str]], length: int) -> list[list[int]]:
+    def table(self, texts: Sequence[Sequence[str]], length: int) -> NDArray[np.int32]:
+        """Return texts or pairs ``(N, length)``, -1 after the end.
+
+        If the tokenizer marks the second text of a pair (``token_type_ids``, as BERT's does), pairs
+        are ``(N, 2, length)``: tokens, and their types.
+        """
         columns = [list(column) for column in zip(*texts, strict=True)]
         encoded = self._tokenizer(*columns, truncation=True, max_length=length)
-        rows: list[list[int]] = encoded["input_ids"]
-        return rows
+        tokens = padded(encoded["input_ids"], length)
+        if len(columns) < 2 or "token_type_ids" not in encoded:
+            return tokens
+        return np.stack([tokens, padded(encoded["token_type_ids"], length)], axis=1)
 
 
-def tokenizer_of(path: str | Path | None) -> Bytes | Folder:
+def tokenizer_of(path: str | Path | None, bos: bool | None = None) -> Bytes | Folder:
     """Return the tokenizer in a folder; None: bytes."""
-    return Bytes() if path is None else Folder(path)
+    if path is None and bos:
+        raise UserError(
+            "data.bos is true, and bytes have no token for the beginning of a text: give "
+            "data.tokenizer, or leave data.bos out."
+        )
+    return Bytes() if path is None else Folder(path, bos)
 
 
 def padded(texts: Sequence[Sequence[int]], length: int) -> NDArray[np.int32]:
@@ -151,12 +211,8 @@ def read_text(path: Path, what: str) -> str:
     try:
         # Drop a byte order mark.
         return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(
-            f"{what} is expected in {str(path)!r}, which does not exist. Give the right "
-            "--data.root."
-        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"{what} in {str(path)!r} cannot be read as UTF-8 text ({error})."
+            f"{what} is expected in {str(path)!r}, which cannot be read as UTF-8 text ({error}). "
+            "Give the right --data.root."
         ) from None

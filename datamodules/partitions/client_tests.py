@@ -5,33 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from fl_lightning.datamodules.batches.samples import Samples
-from fl_lightning.datamodules.partitions.partition import Indices, check_sequence, positions
+from fl_lightning.datamodules.partitions.partition import Indices, check_positions, positions
 from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
-
-
-class ClientTests(Protocol):
-    """A client's training samples and test samples.
-
-    Attributes:
-        recipe: bytes that are equal for equal test samples.
-        described: text for a run's card: which test samples clients have, and from which source.
-    """
-
-    @property
-    def recipe(self) -> bytes: ...
-    @property
-    def described(self) -> tuple[str, str]: ...
-    def sides(self, indices: Indices, client: int) -> tuple[Indices, Indices]:
-        """Return a client's samples to train on, among those in ``indices``, and its samples to
-        test on.
-        """
-        ...
 
 
 @dataclass
@@ -60,8 +41,7 @@ class HeldOut:
         return "held out by each client", f"{self.fraction:g} of its samples"
 
     def sides(self, indices: Indices, client: int) -> tuple[Indices, Indices]:
-        """Return a client's samples to train on ``(N_i,)``, in the given order, and to test on
-        ``(h,)``, ascending.
+        """Return the samples to train on ``(N_i,)``, in order, and to test on ``(h,)``, ascending.
 
         >>> train, test = HeldOut(0.25, None, seed=0).sides(np.array([7, 3, 7, 5, 1]), client=4)
         >>> len(test), sorted({*train, *test}) == [1, 3, 5, 7], set(train) & set(test)
@@ -101,16 +81,19 @@ class SplitTests:
 
     @property
     def recipe(self) -> bytes:
-        sizes = np.array([len(test) for test in self.tests], np.int64)
-        return b"split" + b"".join(array.tobytes() for array in (sizes, *self.tests))
+        return b"split" + bytes_of(self.tests)
 
     def sides(self, indices: Indices, client: int) -> tuple[Indices, Indices]:
         return indices, self.tests[client]
 
 
+def bytes_of(arrays: Sequence[Indices]) -> bytes:
+    sizes = np.array([len(array) for array in arrays], np.int64)
+    return b"".join(array.tobytes() for array in (sizes, *arrays))
+
+
 def apart(clients: Sequence[Any]) -> tuple[Sequence[Any], list[Indices] | None]:
-    """Return clients' training lists and test lists from tuples (train, test); None: there are no
-    tests.
+    """Return the training lists and the test lists of pairs (train, test), or None without tests.
 
     >>> apart([([0, 1], [2]), ([3], [])])
     ([[0, 1], [3]], [array([2]), array([], dtype=int64)])
@@ -146,19 +129,15 @@ class OwnTests:
                 self._of(client)
 
     def check_number(self, clients: int) -> None:
-        """Refuse a number of test sets that differs from the number of clients."""
         if len(self.clients) != clients:
             raise UserError(
                 f"test_clients gives {len(self.clients)} clients' test samples, and there are "
-                f"{clients} clients: give one entry per client, and an empty one if a client has "
-                "no test samples."
+                f"{clients} clients: give one entry per client, which may be empty."
             )
 
     @property
     def recipe(self) -> bytes:
-        arrays = [self._of(client) for client in range(len(self.clients))]
-        sizes = np.array([len(array) for array in arrays], np.int64)
-        return b"own tests" + b"".join(array.tobytes() for array in (sizes, *arrays))
+        return b"own tests" + bytes_of([self._of(client) for client in range(len(self.clients))])
 
     def sides(self, indices: Indices, client: int) -> tuple[Indices, Indices]:
         """Return all of ``indices``, and the client's test set.
@@ -170,20 +149,8 @@ class OwnTests:
 
     def _of(self, client: int) -> Indices:
         array = positions(self.clients[client])
-        # An empty array has dtype float64.
-        if array.shape == (0,):
-            return np.zeros(0, np.int64)
-        many = len(self.samples)
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise UserError(
-                f"test_clients[{client}] has positions of type {array.dtype} and shape "
-                f"{array.shape}: give a list of whole numbers from 0 to {many - 1}."
-            )
-        if array.min() < 0 or array.max() >= many:
-            raise UserError(
-                f"test_clients[{client}] has positions from {array.min()} to {array.max()}, and "
-                f"there are {many} test samples: give whole numbers from 0 to {many - 1}."
-            )
+        if len(array):  # an empty array has dtype float64
+            check_positions(f"test_clients[{client}]", array, len(self.samples))
         return array.astype(np.int64, copy=False)
 
 
@@ -217,13 +184,16 @@ class GroupTests:
 
 
 def check_test_clients(test_clients: Any, client_test_fraction: float) -> None:
-    """Refuse test sets that cannot be counted, or that are given together with a share."""
-    if test_clients is None:
-        return
-    check_sequence("test_clients", test_clients, "each client's test samples")
-    if client_test_fraction > 0:
+    """Refuse test sets that are given together with a share."""
+    if test_clients is not None and client_test_fraction > 0:
         raise UserError(
             f"test_clients gives each client test samples, and client_test_fraction is "
             f"{client_test_fraction}, the share of its training samples that it holds out to "
             "test on: give one of the two."
         )
+
+
+# A client's training samples and test samples. ``recipe``: bytes that are equal for equal test
+# samples; ``described``: which test samples clients have, for a run's card; ``sides``: a client's
+# samples to train on, among the given ones, and to test on.
+ClientTests = HeldOut | SplitTests | OwnTests | GroupTests

@@ -1,10 +1,8 @@
-"""Splits by shards, sizes, values and proportions, which equal flwr-datasets' lists sample by
-sample.
-"""
+"""Splits by shards, sizes, values and proportions; they equal flwr-datasets' lists."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -14,16 +12,15 @@ from fl_lightning.accepted import NonNegativeInt, PositiveFloat, PositiveInt, Un
 from fl_lightning.datamodules.partitions.partition import (
     Indices,
     Partition,
-    groups_of,
-    need_samples,
-    no_groups,
-)
-from fl_lightning.datamodules.partitions.partition_rng import (
     Stream,
     as_arrays,
     by_class,
     check_none_empty,
+    check_one_each,
     check_same,
+    groups_of,
+    need_samples,
+    no_groups,
     rows,
     shuffled,
     stream,
@@ -34,8 +31,7 @@ from fl_lightning.introspection.papers import Paper
 
 
 class Shards(Partition):
-    """Samples are sorted by label (stable) and cut into shards, which are divided at random
-    (McMahan et al., 2017).
+    """Samples are sorted by label (stable) and cut into shards, dealt at random (McMahan, 2017).
 
     Args:
         per_client: shards per client; None: all shards, divided evenly.
@@ -67,13 +63,8 @@ class Shards(Partition):
         need_samples(num_clients, len(labels))
         total = len(labels)
         size = self.size or total // (num_clients * (self.per_client or 1))
-        if size == 0:
-            raise UserError(
-                f"{self!r}: {num_clients} clients of {self.per_client} shards each are more shards "
-                f"than the {total} training samples. Give fewer clients or shards."
-            )
-        complete = total // size
-        usable = complete
+        size = max(size, 1)
+        usable = total // size
         # If both numbers are given, flwr-datasets leaves out an incomplete shard.
         if self.keep_incomplete and (self.per_client is None or self.size is None):
             usable = -(-total // size)
@@ -161,11 +152,7 @@ class Grouped(Partition):
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
         if self.groups is None:
             raise no_groups(self)
-        if self.groups.shape != (len(labels),):
-            raise UserError(
-                f"Grouped's groups have the shape {self.groups.shape}: give one for each of the "
-                f"{len(labels)} training samples."
-            )
+        check_one_each(self, "groups", self.groups, len(labels))
         bunches = self._bunches()
         check_same(self, num_clients, len(bunches))
         distinct, members = by_class(self.groups)
@@ -180,17 +167,10 @@ class Grouped(Partition):
         names = distinct[np.argsort(first)] if self.order == "seen" else distinct
         whole = len(names) // self.size
         rest = len(names) % self.size
-        if rest and self.mode == "strict":
+        if (rest and self.mode == "strict") or not (whole or self.mode == "allow-smaller"):
             raise UserError(
-                f"Grouped: {len(names)} groups cannot be divided into bunches of {self.size}: "
-                f"{rest} are left over, and mode is 'strict'. Give another size, or "
-                "mode='allow-smaller', 'allow-bigger' or 'drop-remainder'."
-            )
-        if not whole and self.mode != "allow-smaller":
-            raise UserError(
-                f"Grouped: each client gets size={self.size} groups, but there are only "
-                f"{len(names)} groups. Give a size of at most {len(names)}, or "
-                "mode='allow-smaller'."
+                f"Grouped: {len(names)} groups cannot be divided into bunches of {self.size} with "
+                f"mode={self.mode!r}. Give another size, or mode='allow-smaller'."
             )
         if self.mode == "allow-bigger":
             return [bunch.tolist() for bunch in np.array_split(names, whole)]
@@ -198,20 +178,9 @@ class Grouped(Partition):
         bunches = np.split(names[:end], np.arange(self.size, end, self.size))
         return [bunch.tolist() for bunch in bunches]
 
-    def __repr__(self) -> str:
-        options = [repr(self.size)]
-        if self.mode != "allow-smaller":
-            options.append(f"mode={self.mode!r}")
-        if self.order != "seen":
-            options.append(f"order={self.order!r}")
-        if self.groups is not None:
-            options.append(f"{len(np.unique(self.groups))} groups")
-        return f"Grouped({', '.join(options)})"
-
 
 class ByValue(Partition):
-    """Samples are sorted by a number, such as age, and cut into equal pieces; noise can be added
-    first.
+    """Samples are sorted by a number, such as age, and cut into equal pieces; noise may be added.
 
     The clients' lists are those of flwr-datasets' ContinuousPartitioner.
 
@@ -239,21 +208,19 @@ class ByValue(Partition):
                 "ByValue needs values, one number per training sample, or column, the name of a "
                 "table's column: give one of the two."
             )
-        self.values = None if values is None else self._numbers(values)
+        self.values: NDArray[np.float64] | None = None
+        if values is not None:
+            try:
+                self.values = np.asarray(values, np.float64)
+            except (TypeError, ValueError) as error:
+                raise UserError(
+                    f"ByValue's values are not numbers ({str(error)[:120]}): give one number per "
+                    "training sample."
+                ) from None
         self.column = column
         self.strictness = strictness
         self.shuffle = shuffle
         self.tool_seed = tool_seed
-
-    @staticmethod
-    def _numbers(values: Any) -> NDArray[np.float64]:
-        try:
-            return np.asarray(values, np.float64)
-        except (TypeError, ValueError) as error:
-            raise UserError(
-                f"ByValue's values are not numbers ({str(error)[:120]}): give one number per "
-                "training sample."
-            ) from None
 
     def _with(self, values: Any) -> Partition:
         found = ByValue(values, None, self.strictness, self.shuffle, self.tool_seed)
@@ -276,28 +243,17 @@ class ByValue(Partition):
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
         need_samples(num_clients, len(labels))
-        v = self.values
-        if v is None or v.shape != (len(labels),):
-            shape = None if v is None else v.shape
+        v = np.asarray(self.values)
+        check_one_each(self, "values", v, len(labels))
+        if not np.isfinite(v).all() or (v.min() == v.max() and self.strictness > 0):
             raise UserError(
-                f"ByValue's values have the shape {shape}: give one number for each of the "
-                f"{len(labels)} training samples."
-            )
-        if not np.isfinite(v).all():
-            place = int(np.flatnonzero(~np.isfinite(v))[0])
-            raise UserError(
-                f"ByValue: the value of training sample {place} is {v[place]}: give a finite "
-                "number for each sample, or leave the sample out."
+                f"ByValue: the values are from {v.min()} to {v.max()}, which give no order: give "
+                "finite numbers that differ, or strictness=0 for a random split."
             )
         # flwr-datasets calculates in single precision, which would merge large numbers.
         if (v == v.astype(np.float32)).all():
             v = v.astype(np.float32)
         std = np.std(v)
-        if v.min() == v.max() and self.strictness > 0:
-            raise UserError(
-                f"ByValue: all values are {v[0]:g}, so they give no order: give other values, or "
-                "strictness=0 for a random split."
-            )
         z = (v - np.mean(v)) / std if std else v
         r = stream(seed, self.tool_seed)
         noise = r.normal(0, 1, len(z))
@@ -305,15 +261,9 @@ class ByValue(Partition):
         pieces = np.array_split(np.argsort(blended), num_clients)
         return shuffled(r, [piece.tolist() for piece in pieces]) if self.shuffle else pieces
 
-    def __repr__(self) -> str:
-        of = f"column={self.column!r}" if self.column else "values"
-        seed = "" if self.tool_seed is None else f", tool_seed={self.tool_seed}"
-        return f"ByValue({of}, strictness={self.strictness:g}{seed})"
-
 
 class LabelBuckets(Partition):
-    """Each client has ``per_client`` neighbouring classes, with the amounts in ``array``: the power
-    law of FedProx (Li et al., 2020).
+    """Each client has ``per_client`` neighbouring classes: FedProx's power law (Li et al., 2020).
 
     The clients' lists are those of flwr-datasets' DistributionPartitioner.
 
@@ -355,16 +305,12 @@ class LabelBuckets(Partition):
         m = num_clients
         classes = len(members)
         columns = m * self.per_client // classes
-        if m % classes:
+        if m % classes or self.per_client > classes or array.shape != (classes, columns):
             raise UserError(
-                f"LabelBuckets: num_clients is {m}, which is not a multiple of the {classes} "
-                f"classes. Give {-(-m // classes) * classes}."
-            )
-        if self.per_client > classes or array.shape != (classes, columns):
-            raise UserError(
-                f"LabelBuckets' array has the shape {array.shape} and per_client is "
-                f"{self.per_client}: {m} clients and {classes} classes need "
-                f"({classes}, {columns}), and at most {classes} classes per client."
+                f"LabelBuckets' array has the shape {array.shape}, per_client is "
+                f"{self.per_client} and num_clients {m}: {classes} classes need a multiple of "
+                f"{classes} clients, an array ({classes}, {columns}), and at most {classes} "
+                "classes per client."
             )
         r = stream(seed, self.tool_seed)
         amounts = self._amounts(array, members, columns)
@@ -391,30 +337,19 @@ class LabelBuckets(Partition):
     ) -> NDArray[np.int64]:
         """Return the number of samples of each bucket ``(C, columns)``."""
         sizes = np.array([len(own) for own in members], np.float64)
+        amounts: NDArray[np.int64] = array.astype(np.int64)
         if self.rescale:
-            reserved = self.preassigned * columns
-            if (sizes - 2 * reserved < columns).any():
-                raise UserError(
-                    f"LabelBuckets' preassigned is {self.preassigned}: the smallest class has "
-                    f"{int(sizes.min())} samples for {columns} buckets. Give a smaller number."
-                )
             shares = array / array.sum(axis=-1, keepdims=True)
-            dealt: NDArray[np.int64] = np.floor(shares * (sizes - reserved)[:, None]).astype(int)
-            return dealt + self.preassigned
-        amounts = array.astype(np.int64)
-        over = np.flatnonzero(amounts.sum(axis=1) > sizes)
-        if len(over):
-            c = int(over[0])
+            left = (sizes - self.preassigned * columns)[:, None]
+            amounts = np.floor(shares * left).astype(int) + self.preassigned
+        wrong = np.flatnonzero((amounts.sum(axis=1) > sizes) | (amounts < 0).any(axis=1))
+        if len(wrong):
             raise UserError(
-                f"LabelBuckets: row {c} of array has {amounts[c].sum()} samples, and the class has "
-                f"{int(sizes[c])}: give smaller amounts, or rescale=True."
+                f"LabelBuckets: array and preassigned={self.preassigned} ask for the numbers "
+                f"{amounts[wrong[0]].tolist()} of class {wrong[0]}, which has "
+                f"{int(sizes[wrong[0]])} samples: give smaller ones, or rescale=True."
             )
         return amounts
-
-    def __repr__(self) -> str:
-        shape = self.array if isinstance(self.array, str) else f"array {rows(self.array).shape}"
-        seed = "" if self.tool_seed is None else f", tool_seed={self.tool_seed}"
-        return f"LabelBuckets({shape}, per_client={self.per_client}{seed})"
 
 
 class InnerDirichlet(Partition):
@@ -450,11 +385,7 @@ class InnerDirichlet(Partition):
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
         m = len(self.sizes)
         check_same(self, num_clients, m)
-        if sum(self.sizes) > len(labels):
-            raise UserError(
-                f"InnerDirichlet: the sizes are {sum(self.sizes)} samples, and there are "
-                f"{len(labels)} training samples: give smaller sizes."
-            )
+        check_enough(self, sum(self.sizes), len(labels))
         _, members = by_class(labels)
         classes = len(members)
         alpha = np.asarray(self.alpha, np.float64)
@@ -497,14 +428,17 @@ class InnerDirichlet(Partition):
             clients[i][free[i]] = members[c][stock[c]]
         return clients
 
-    def __repr__(self) -> str:
-        alpha = self.alpha if isinstance(self.alpha, int | float) else np.shape(self.alpha)
-        seed = "" if self.tool_seed is None else f", tool_seed={self.tool_seed}"
-        return f"InnerDirichlet({len(self.sizes)} sizes, alpha={alpha}{seed})"
+
+def check_enough(owner: Partition, wanted: int, total: int) -> None:
+    """Refuse sizes of more samples than there are."""
+    if wanted > total:
+        raise UserError(
+            f"{type(owner).__name__}: the sizes are {wanted} samples, and there are {total} "
+            "training samples: give smaller sizes."
+        )
 
 
 def _without(q: NDArray[np.float64], c: int, stock: list[int]) -> NDArray[np.float64]:
-    """Return the clients' proportions without a class that is used up."""
     q[:, c] = 0
     sums = q.sum(axis=1, keepdims=True)
     open_classes = np.array(stock) > 0
@@ -512,3 +446,70 @@ def _without(q: NDArray[np.float64], c: int, stock: list[int]) -> NDArray[np.flo
     even = open_classes / max(1, open_classes.sum())
     left: NDArray[np.float64] = np.where(sums > 0, q / np.where(sums > 0, sums, 1), even)
     return left
+
+
+GROWTH: dict[str, Callable[[Any], Any]] = {
+    "linear": lambda u: u,
+    "square": np.square,
+    "exponential": np.exp,
+}
+
+
+class Sizes(Partition):
+    """Clients of given sizes, in the order of the data, or sizes by a rule.
+
+    Args:
+        sizes: one whole number per client; or ``"linear"``, ``"square"``, ``"exponential"`` or a
+            function of one number, 1.0 … m: client i gets a share proportional to f(i), rounded
+            down, and the last client gets the rest.
+        shuffle: divide the samples in random order; False: in the order of the data, as
+            flwr-datasets' SizePartitioner, LinearPartitioner and similar ones do.
+    """
+
+    needs_labels = False
+
+    def __init__(
+        self,
+        sizes: (
+            list[PositiveInt] | Literal["linear", "square", "exponential"] | Callable[[Any], Any]
+        ),
+        shuffle: bool = False,
+    ) -> None:
+        self.sizes = sizes
+        self.shuffle = shuffle
+
+    @property
+    def clients(self) -> int | None:
+        fixed = not isinstance(self.sizes, str) and not callable(self.sizes)
+        return len(self.sizes) if fixed else None  # type: ignore[arg-type]
+
+    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
+        need_samples(num_clients, len(labels))
+        sizes = self._sizes(len(labels), num_clients)
+        ends = np.cumsum(sizes)
+        tell_left(self, len(labels) - int(ends[-1]), len(labels), "as sizes leave them out")
+        order = np.arange(len(labels))
+        if self.shuffle:
+            order = stream(seed, None).permutation(len(labels))
+        return np.split(order[: ends[-1]], ends[:-1])
+
+    def _sizes(self, total: int, m: int) -> NDArray[np.int64]:
+        given = self.sizes
+        if isinstance(given, list | tuple):
+            check_same(self, m, len(given))
+            check_enough(self, sum(given), total)
+            return np.array(given, np.int64)
+        if callable(given):
+            units = np.array([given(place) for place in np.linspace(1, m, m).tolist()])
+        else:
+            units = GROWTH[given](np.linspace(1, m, m))
+        shares = units / units.sum()
+        with np.errstate(invalid="ignore"):
+            sizes = np.array(shares * total, dtype=np.int64)
+        sizes[-1] += total - sizes.sum()
+        if not np.isfinite(units).all() or sizes.min() < 1:
+            raise UserError(
+                f"{self!r} leaves client {int(sizes.argmin())} {sizes.min()} of {total} samples: "
+                "give fewer clients, or another rule."
+            )
+        return sizes

@@ -26,8 +26,6 @@ class _LabelSkew(Partition):
         raise NotImplementedError  # abstract: only this differs between Dirichlet and Pathological
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
-        if num_clients < 1:
-            raise UserError(f"num_clients is {num_clients}: give a number of at least 1.")
         size = self.samples_per_client or len(labels) // num_clients
         if size == 0:
             how = " with replacement=True" if not self.replacement else ""

@@ -10,14 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.accepted import BelowOne, NonNegativeInt, PositiveFloat, PositiveInt
-from fl_lightning.datamodules.partitions.partition import Indices, Partition, need_samples
-from fl_lightning.datamodules.partitions.partition_rng import (
+from fl_lightning.datamodules.partitions.partition import (
+    Indices,
+    Partition,
     Source,
     Stream,
     by_class,
     check_none_empty,
     check_share,
     integers,
+    need_samples,
     shuffled,
     stream,
     tell_left,
@@ -209,7 +211,6 @@ class LabelsPerClient(Partition):
         return tested(self, r, clients, self.source, self.test_share)
 
     def _in_blocks(self, r: Stream, members: list[Indices], m: int) -> list[Any]:
-        """PFLlib's ``pat``."""
         free = np.full(m, self.classes)
         clients: list[list[int]] = [[] for _ in range(m)]
         total = sum(map(len, members))
@@ -237,7 +238,6 @@ class LabelsPerClient(Partition):
         return clients
 
     def _holders(self, r: Stream, classes: int, m: int, seed: int) -> list[list[int]]:
-        """Return the classes of each client, for ``niid-bench`` and ``flwr``."""
         # NIID-Bench draws its classes from Python's generator, and everything else from NumPy's.
         python = None
         if self.source == "niid-bench" and self.tool_seed is not None:
@@ -266,7 +266,6 @@ class LabelsPerClient(Partition):
         return holders
 
     def _dealt(self, r: Stream, members: list[Indices], holders: list[list[int]]) -> list[Any]:
-        """Divide each class into equal pieces among the clients that hold it."""
         clients: list[list[int]] = [[] for _ in holders]
         for c, own in enumerate(members):
             if self.source == "niid-bench":

@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fl_lightning.accepted import Checked, NonNegativeFloat
 from fl_lightning.errors import UserError
+from fl_lightning.machine.lightning import rank_zero_warn
 from fl_lightning.sampling import generator
 
 Indices = NDArray[np.int64]
+SHORT = reprlib.Repr()
+SHORT.maxlist = 4
+SHORT.maxstring = 200
+SHORT.maxother = 60
 
 
 class LazyClients(Sequence[Indices]):
@@ -29,39 +35,20 @@ class LazyClients(Sequence[Indices]):
 
     ``sizes`` are the clients' numbers of samples ``(m,)``; ``draw(i)`` gives client i's indices,
     always the same; ``recipe`` names everything the draw depends on (for the partition's hash).
-    ``flat``: all clients' indices, one client after the other, if they lie in memory like this.
     """
 
-    def __init__(
-        self,
-        sizes: Indices,
-        draw: Callable[[int], Indices],
-        recipe: str,
-        flat: Indices | None = None,
-    ) -> None:
+    def __init__(self, sizes: Indices, draw: Callable[[int], Indices], recipe: str) -> None:
         self.sizes = sizes
         self.draw = draw
         self.recipe = recipe
-        self.flat = flat
 
     def __len__(self) -> int:
         return len(self.sizes)
 
-    @overload
-    def __getitem__(self, client: int) -> Indices: ...
-
-    @overload
-    def __getitem__(self, client: slice) -> Sequence[Indices]: ...
-
-    def __getitem__(self, client: int | slice) -> Indices | Sequence[Indices]:
-        if isinstance(client, slice):
-            return [self[i] for i in range(*client.indices(len(self)))]
+    def __getitem__(self, client: Any) -> Any:
         if not 0 <= client < len(self):
             raise IndexError(f"client {client} of {len(self)}")
         return self.draw(client)
-
-    def __iter__(self) -> Iterator[Indices]:
-        return (self[i] for i in range(len(self)))
 
 
 class Partition(Checked):
@@ -113,17 +100,18 @@ class Partition(Checked):
         """
 
     def restrict(self, kept: Indices) -> Partition:
-        """Return the partition of only the samples ``kept``; the others are held out for
-        validation.
-        """
+        """Return the partition of the samples ``kept``; the others are held out."""
         return self
 
     def __repr__(self) -> str:
-        defaults = {name: p.default for name, p in inspect.signature(type(self)).parameters.items()}
-        changed = [
-            f"{name}={value!r}" for name, value in vars(self).items() if value != defaults.get(name)
-        ]
-        return f"{type(self).__name__}({', '.join(changed)})"
+        words = []
+        for name, parameter in inspect.signature(type(self)).parameters.items():
+            value = getattr(self, name, None)
+            # The text of a function has its address, which differs between runs.
+            shown = getattr(value, "__qualname__", None) or SHORT.repr(value)
+            if shown != repr(parameter.default):
+                words.append(f"{name}={shown}")
+        return f"{type(self).__name__}({', '.join(words)})"
 
 
 def need_samples(num_clients: int, samples: int) -> None:
@@ -131,8 +119,7 @@ def need_samples(num_clients: int, samples: int) -> None:
         raise UserError(
             f"num_clients is {num_clients}, but there are {samples} training samples, and each "
             f"client needs at least one of its own: give a number from 1 to {samples}, or a "
-            "partition with "
-            "replacement=True and samples_per_client."
+            "partition with replacement=True and samples_per_client."
         )
 
 
@@ -169,9 +156,7 @@ class SortedShards(Partition):
 
 
 class QuantitySkew(Partition):
-    """Sizes proportional to lognormal(0, sigma), with at least one sample each; the samples
-    themselves are iid.
-    """
+    """Sizes proportional to lognormal(0, sigma), at least one; the samples are iid."""
 
     needs_labels = False
 
@@ -186,9 +171,7 @@ class QuantitySkew(Partition):
 
 
 def _apportion(total: int, weights: NDArray[np.float64]) -> Indices:
-    """Return whole numbers of at least one that sum to ``total``, nearly proportional to
-    ``weights``.
-    """
+    """Return whole numbers from 1 with the sum ``total``, nearly as the ``weights``."""
     weights = weights / weights.max()
     # A client whose share would be below one sample gets one sample. Giving one sample reduces what
     # is left for the other clients, so repeat. Each pass adds at least one client with one sample,
@@ -208,8 +191,7 @@ def _apportion(total: int, weights: NDArray[np.float64]) -> Indices:
 
 
 class ByGroup(Partition):
-    """The data's own clients: one for each distinct value of ``groups`` ``(N,)``, in ascending
-    order; values are whole numbers or names.
+    """The data's own clients: one for each value of ``groups`` ``(N,)``, whole numbers or names.
 
     ``groups=None``: the groups of the data set (``HumanActivity``: the subjects).
     """
@@ -244,27 +226,35 @@ class ByGroup(Partition):
             raise no_groups(self)
         self.check_size(len(labels))
         _, group, sizes = np.unique(self.groups, return_inverse=True, return_counts=True)
-        if num_clients != len(sizes):
-            raise UserError(
-                f"num_clients is {num_clients}, but the partition ByGroup has {len(sizes)} "
-                f"groups, one per client: give {len(sizes)}, or another partition such as IID."
-            )
+        check_same(self, num_clients, len(sizes))
         # A list of a million arrays would take seconds, and a hundred bytes per client.
         order = np.argsort(group, kind="stable")
-        return LazyClients(sizes, partial(_part, order, np.cumsum(sizes), sizes), "", order)
+        return LazyClients(sizes, partial(_part, order, np.cumsum(sizes), sizes), "")
 
     def check_size(self, samples: int) -> None:
-        if self.groups is not None and self.groups.shape != (samples,):
-            raise UserError(
-                f"ByGroup's groups have the shape {self.groups.shape}: give one for each of the "
-                f"{samples} training samples."
-            )
+        if self.groups is not None:
+            check_one_each(self, "groups", self.groups, samples)
 
     def restrict(self, kept: Indices) -> Partition:
         return self if self.groups is None else ByGroup(cast(Any, self.groups[kept]))
 
-    def __repr__(self) -> str:
-        return f"ByGroup({'' if self.groups is None else f'{self.clients} groups'})"
+
+def check_same(owner: Partition, num_clients: int, own: int) -> None:
+    """Refuse a number of clients that differs from the split's own."""
+    if num_clients != own:
+        raise UserError(
+            f"num_clients is {num_clients}, but the partition {type(owner).__name__} has {own} "
+            f"clients: give {own}, or null."
+        )
+
+
+def check_one_each(owner: Partition, name: str, values: Any, samples: int) -> None:
+    """Refuse an argument ``name`` that has not one value per training sample."""
+    if np.shape(values) != (samples,):
+        raise UserError(
+            f"{type(owner).__name__}'s {name} have the shape {np.shape(values)}: give one for each "
+            f"of the {samples} training samples."
+        )
 
 
 def groups_of(name: str, groups: Any) -> NDArray[Any]:
@@ -274,10 +264,8 @@ def groups_of(name: str, groups: Any) -> NDArray[Any]:
         UserError: a sample has no group.
     """
     found = np.asarray(cast(ArrayLike, groups))
-    missing = np.zeros(0, np.int64)
-    if found.dtype.kind in "Of" and found.ndim == 1:
-        missing = np.flatnonzero([one is None or one != one for one in found.tolist()])
-    if len(missing):
+    missing = [i for i, one in enumerate(found.tolist()) if one is None or one != one]
+    if missing:
         raise UserError(
             f"{name}'s groups have {found[missing[0]]} for sample {missing[0]}: give each sample "
             "a group, or leave it out."
@@ -310,23 +298,14 @@ class Saved(Partition):
                 self._indices = file["indices"]
                 self._labels = str(file["labels"])
                 self._kept = str(file["kept"])
-                self._tests = self._tests_of(file)
-        except FileNotFoundError:
-            raise UserError(
-                f"The partition's path is {self.path!r}, but there is no such file: give a .npz "
-                "file that save_partition wrote."
-            ) from None
+                self._tests: list[Indices] | None = None
+                if "test_ends" in file:
+                    self._tests = np.split(file["test_indices"], file["test_ends"][:-1])
         except Exception as error:  # NumPy raises many kinds of errors for damaged files
             raise UserError(
-                f"The partition's file {self.path!r} is damaged, or was not written by "
+                f"The partition's file {self.path!r} is not there, damaged, or was not written by "
                 f"save_partition ({error})."
             ) from None
-
-    @staticmethod
-    def _tests_of(file: Any) -> list[Indices] | None:
-        if "test_ends" not in file:
-            return None
-        return np.split(file["test_indices"], file["test_ends"][:-1])
 
     @property
     def clients(self) -> int | None:
@@ -339,11 +318,7 @@ class Saved(Partition):
                 "differ): give the data set, val_fraction and seed that it was made with, or "
                 "another partition."
             )
-        if num_clients != len(self._ends):
-            raise UserError(
-                f"num_clients is {num_clients}, but the partition in {self.path!r} has "
-                f"{len(self._ends)} clients: give {len(self._ends)}, or null."
-            )
+        check_same(self, num_clients, len(self._ends))
         clients = np.split(self._indices, self._ends[:-1])
         return clients if self._tests is None else list(zip(clients, self._tests, strict=True))
 
@@ -356,9 +331,6 @@ class Saved(Partition):
             )
         return self
 
-    def __repr__(self) -> str:
-        return f"Saved({self.path!r})"
-
 
 def digest(array: NDArray[Any]) -> str:
     """Return sixteen hexadecimal digits of an array's content."""
@@ -367,11 +339,6 @@ def digest(array: NDArray[Any]) -> str:
 
 def positions(given: Any) -> NDArray[Any]:
     """Return a client's indices as an array."""
-    # If your sequence has a length, it is read only up to there, because it may not end.
-    is_sequence = hasattr(given, "__len__") and hasattr(given, "__getitem__")
-    read = hasattr(given, "__array__") or isinstance(given, list | tuple | range)
-    if is_sequence and not read:
-        given = [given[i] for i in range(len(given))]
     try:
         return np.asarray(given)
     except ValueError:
@@ -379,53 +346,143 @@ def positions(given: Any) -> NDArray[Any]:
         return np.asarray(given, dtype=object)
 
 
-def check_sequence(name: str, clients: Any, each: str) -> None:
-    """Refuse clients that cannot be counted, or not be read by number.
-
-    Args:
-        each: the type that ``clients[i]`` has to have.
-
-    Raises:
-        UserError: names ``name`` and its type.
-    """
-    counted = hasattr(clients, "__len__") and hasattr(clients, "__getitem__")
-    if not counted or isinstance(clients, Mapping | str | bytes):
-        raise UserError(
-            f"{name} is of type {type(clients).__name__}, which is not a sequence. Give one with a "
-            f"length, len(clients), and with {each} at clients[i], such as a list."
-        )
-
-
 def check_client(client: int, indices: Any, total: int) -> None:
-    """Refuse a client without indices, or with indices that are not whole numbers from 0 to
-    below ``total``.
-    """
+    """Refuse a client without indices, or with others than whole numbers below ``total``."""
     array = positions(indices)
     if array.ndim != 1 or len(array) == 0:
         raise UserError(
             f"Client {client} has no samples (indices of shape {array.shape}): give each at least "
             "one."
         )
-    if array.dtype.kind not in "iu":
-        odd = [one for one in array.tolist() if not isinstance(one, float) or one % 1]
-        first = str([*odd, *array.tolist()][0])[:60]
+    check_positions(f"Client {client}", array, total)
+
+
+def check_positions(whose: str, array: NDArray[Any], total: int) -> None:
+    """Refuse positions ``(n,)`` that are no whole numbers from 0 to below ``total``."""
+    if array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= total:
+        odd = [one for one in array.tolist() if type(one) is not int or not 0 <= one < total]
         raise UserError(
-            f"Client {client} has sample indices of type {array.dtype}, such as {first}: give "
-            f"whole numbers from 0 to {total - 1}."
-        )
-    if array.min() < 0 or array.max() >= total:
-        raise UserError(
-            f"Client {client} has sample indices of type {array.dtype} from {array.min()} to "
-            f"{array.max()}: give whole numbers from 0 to {total - 1}."
+            f"{whose} has sample indices of type {array.dtype}, such as {odd[0]!r:.60}: give whole "
+            f"numbers from 0 to {total - 1}."
         )
 
 
 def own_or_grouped(
     partition: Partition | None, group: str | None, arguments: Mapping[str, Any]
 ) -> Partition | None:
-    """Return the partition of data whose column ``group`` names clients; None if the arguments give
-    the clients themselves.
-    """
+    """Return the split by the column ``group``; None if the arguments give the clients."""
     if partition is not None or arguments.get("clients") is not None:
         return partition
     return IID() if group is None else ByGroup()
+
+
+Stream = np.random.Generator | np.random.RandomState
+
+
+def stream(seed: int, tool_seed: int | None, source: str = "flwr") -> Stream:
+    """Return the stream from which a split draws, in the order that its class describes.
+
+    Args:
+        seed: the run's seed.
+        tool_seed: seed of the other tool, whose own generator is then used; None: the run's.
+        source: the tool. flwr-datasets uses NumPy's default generator, the others the older one.
+    """
+    if tool_seed is None:
+        return generator(seed, "partition")
+    if source == "flwr":
+        return np.random.default_rng(tool_seed)
+    return np.random.RandomState(tool_seed)
+
+
+def integers(r: Stream, low: int, high: int, size: int | None = None) -> Any:
+    """Return whole numbers from ``low`` to below ``high``."""
+    if isinstance(r, np.random.RandomState):
+        return r.randint(low, high, size)
+    return r.integers(low, high, size)
+
+
+def by_class(labels: Indices) -> tuple[Indices, list[Indices]]:
+    """Return the classes that occur, ascending, and the positions of each, ascending."""
+    classes, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    order = np.argsort(inverse, kind="stable")
+    return classes, np.split(order, np.cumsum(counts)[:-1])
+
+
+def shuffled(r: Stream, clients: list[Any]) -> list[Indices]:
+    """Return each client's list in another order."""
+    for own in clients:
+        r.shuffle(own)
+    return as_arrays(clients)
+
+
+def as_arrays(clients: list[Any]) -> list[Indices]:
+    return [np.asarray(own, np.int64) for own in clients]
+
+
+def tested(owner: Partition, r: Stream, clients: list[Any], source: str, share: float) -> list[Any]:
+    """Return each client's list cut into training and test samples, as the source does.
+
+    Raises:
+        UserError: a client has too few samples for a test sample, or none to train on.
+    """
+    if not share:
+        return as_arrays(clients)
+    pairs: list[tuple[Indices, Indices]] = []
+    for client, own in enumerate(as_arrays(clients)):
+        n = len(own)
+        if source == "pfllib":
+            # This repeats scikit-learn's train_test_split, which PFLlib calls.
+            held = n - int(np.floor((1 - share) * n))
+            places = r.permutation(n)
+            pair = (own[places[held:]], own[places[:held]])
+        else:
+            r.shuffle(own)
+            held = int(share * n)
+            pair = (own[held:], own[:held])
+        if not len(pair[0]) or not len(pair[1]):
+            raise UserError(
+                f"{type(owner).__name__}'s test_share is {share:g}: client {client} has {n} "
+                f"samples, of which {len(pair[1])} would be test samples. Give another share, or "
+                "a split in which every client has more samples."
+            )
+        pairs.append(pair)
+    return pairs
+
+
+def check_share(owner: Partition, share: float, source: str) -> None:
+    """Refuse a share of test samples that the source does not support."""
+    if share and source not in ("pfllib", "fl-bench"):
+        raise UserError(
+            f"{type(owner).__name__}'s test_share is {share:g}, but source is {source!r}, and only "
+            "source='pfllib' and 'fl-bench' have a test_share: give the data module's "
+            f"client_test_fraction={share:g} in its place."
+        )
+
+
+def check_none_empty(owner: Partition, clients: list[Any], mend: str) -> None:
+    """Refuse a split that leaves a client without samples."""
+    empty = [i for i, own in enumerate(clients) if not len(own)]
+    if empty:
+        raise UserError(
+            f"{owner!r} leaves client {empty[0]} without samples ({len(empty)} of {len(clients)} "
+            f"clients): {mend}."
+        )
+
+
+def tell_left(owner: Partition, left: int, total: int, why: str) -> None:
+    """Report how many samples belong to no client."""
+    if left:
+        rank_zero_warn(
+            f"{type(owner).__name__}: {left:,} of {total:,} training samples belong to no client, "
+            f"{why}"
+        )
+
+
+def rows(value: Any) -> NDArray[Any]:
+    """Return the numbers of a list, of lists, or of a file ``.npy``."""
+    if isinstance(value, str):
+        return np.asarray(np.load(value, allow_pickle=False))
+    return np.asarray(value)
+
+
+Source = Literal["flwr", "pfllib", "niid-bench", "fl-bench"]

@@ -1,19 +1,19 @@
-"""The training samples, split over clients once per seed: by a partition or by given index
-arrays.
-"""
+"""The training samples, split over clients once per seed: by a partition, or as given."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from fl_lightning.datamodules.batches.samples import Samples
+from fl_lightning.datamodules.batches.samples import DatasetSamples, Samples, TensorSamples
 from fl_lightning.datamodules.partitions.client_tests import (
     ClientTests,
     HeldOut,
@@ -27,11 +27,10 @@ from fl_lightning.datamodules.partitions.partition import (
     LazyClients,
     Partition,
     check_client,
-    check_sequence,
     digest,
     positions,
 )
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, suggest
 from fl_lightning.machine.lightning import rank_zero_warn
 from fl_lightning.sampling import generator
 
@@ -67,9 +66,7 @@ class Split:
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
-        """Return the numbers of training samples ``(m,)``; counted once, because it takes all m
-        clients.
-        """
+        """Return the numbers of training samples ``(m,)``; counted once, over all m clients."""
         m = len(self.clients)
         if self.test is not None:
             return np.fromiter((len(self.indices(i)) for i in range(m)), np.int64, m)
@@ -87,9 +84,7 @@ class Split:
         return "" if self.labels is None else digest(self.labels)
 
     def indices(self, client: int) -> Indices:
-        """Return the positions of the samples that a client trains on, in the training data
-        ``(N_i,)``.
-        """
+        """Return the positions in the training data that a client trains on ``(N_i,)``."""
         return self._all(client) if self.test is None else self._sides(client)[0]
 
     def asked(self, client: int, what: What) -> Indices:
@@ -106,7 +101,6 @@ class Split:
         return np.zeros(0, np.int64) if self.test is None else self._sides(client)[1]
 
     def _sides(self, client: int) -> tuple[Indices, Indices]:
-        """Return a client's samples to train on and to test on."""
         assert self.test is not None
         sides = self._latest.get(client)
         if sides is None:
@@ -138,16 +132,6 @@ def _drawn(samples: int, labels: Indices | None, total: int, seed: int) -> Indic
     if labels is None:
         return np.sort(shuffled[:samples])
     return np.sort(stratified(shuffled, labels[shuffled], samples))
-
-
-def _leaves_out(val_fraction: float, samples: int | None) -> str:
-    """Return the options that leave samples out, with their verbs."""
-    reasons = []
-    if samples is not None:
-        reasons.append(f"samples={samples} leaves out")
-    if val_fraction > 0:
-        reasons.append(f"val_fraction={val_fraction} holds out")
-    return " and ".join(reasons)
 
 
 def split_samples(
@@ -185,8 +169,8 @@ def split_samples(
         partition = partition.restrict(kept)
         if isinstance(whole, ByGroup) and clients is None and whole.clients != partition.clients:
             rank_zero_warn(
-                f"{partition.clients} of {whole.clients} groups are clients: "
-                f"{_leaves_out(val_fraction, samples)} all samples of the other groups. Clients "
+                f"{partition.clients} of {whole.clients} groups are clients: samples={samples} and "
+                f"val_fraction={val_fraction} leave out all samples of the other groups. Clients "
                 "are numbered without these groups, so client 0 is not the first group if that "
                 "group is left out"
             )
@@ -244,9 +228,7 @@ def _tested(
     total: int,
     other: ClientTests | None,
 ) -> SplitTests:
-    """Return the test samples that the partition gives; ``other``: test samples by other
-    options.
-    """
+    """Return the partition's test samples; ``other``: test samples by other options."""
     if other is not None:
         what, kind = other.described
         raise UserError(
@@ -263,9 +245,7 @@ def _tested(
 def _kept_and_held_out(
     data: Samples, val_fraction: float, samples: int | None, seed: int
 ) -> tuple[Indices | None, Indices | None]:
-    """Return the positions to train on (None: all), and the positions held out for validation
-    (None: none).
-    """
+    """Return the positions to train on (None: all), and those to validate on (None: none)."""
     drawn = None if samples is None else _drawn(samples, data.labels, len(data), seed)
     if val_fraction == 0:
         return drawn, None
@@ -287,9 +267,7 @@ def _kept_and_held_out(
 def check_partition(
     partition: Partition, num_clients: int | None, labels: object, why: str
 ) -> None:
-    """Refuse a partition without a number of clients, or one that uses classes if there are
-    none.
-    """
+    """Refuse a partition without a number of clients, or without the classes that it uses."""
     if num_clients is None:
         raise UserError(
             "num_clients is not given: give the number of clients, or clients=[…] with each "
@@ -335,18 +313,12 @@ def _left(clients: Sequence[Any], places: Indices, client: int) -> Indices:
 
 
 def check_given(clients: Any, num_clients: int | None, partition: Partition | None) -> None:
-    """Refuse anything but a Partition as partition, anything but a sequence as clients, and both
-    together.
-    """
+    """Refuse what is no Partition, and clients together with a partition."""
     if partition is not None and not isinstance(partition, Partition):
         raise UserError(
-            f"partition={partition!r} is not a partition: give an object, such as Dirichlet(0.3), "
-            "IID() or one of a subclass of Partition."
+            f"partition={partition!r} is not a partition: give an object, such as Dirichlet(0.3)."
         )
-    if clients is None:
-        return
-    check_sequence("clients", clients, "each client's sample indices")
-    if partition is not None or num_clients not in (None, len(clients)):
+    if clients is not None and (partition is not None or num_clients not in (None, len(clients))):
         raise UserError(
             f"clients gives {len(clients)} clients' samples, and num_clients is {num_clients}, "
             f"partition {partition!r}: give either only clients, or num_clients and partition."
@@ -355,7 +327,6 @@ def check_given(clients: Any, num_clients: int | None, partition: Partition | No
 
 def _checked(clients: Sequence[Any], total: int) -> Sequence[Any]:
     """Check lists at once, and lazy sequences when a client is read."""
-    check_sequence("clients", clients, "each client's sample indices")
     if len(clients) == 0:
         raise UserError("clients is empty: give at least one client's sample indices.")
     if isinstance(clients, list | tuple):
@@ -374,16 +345,105 @@ def partition_hash(
     recipe = ""
     if isinstance(clients, LazyClients) and int(clients.sizes.sum()) > HASHED_BY_CONTENT:
         recipe = clients.recipe
-    flat = getattr(clients, "flat", None)
     if recipe:
         state.update(recipe.encode())
-    elif isinstance(clients, LazyClients) and flat is not None:
-        # The same bytes as below, at once.
-        starts = np.cumsum(clients.sizes) - clients.sizes
-        state.update(np.insert(flat.astype("<i8"), starts, clients.sizes).tobytes())
     else:
         for i in range(len(clients)):
             array = positions(clients[i]).astype(np.int64, copy=False)
             state.update(len(array).to_bytes(8, "little"))
             state.update(np.ascontiguousarray(array).tobytes())
     return state.hexdigest()[:16]
+
+
+def joined(name: str, train: Samples, test: Samples | None) -> Samples:
+    """Return the training samples followed by the test samples.
+
+    Args:
+        name: name of the data module, for errors.
+
+    Raises:
+        UserError: there are no test data, or they have another kind or shape.
+    """
+    if test is None or type(train) is not type(test):
+        raise UserError(
+            f"pooled=True joins training and test data, and {name} has no test data here of the "
+            "same kind: give test data, or leave pooled out."
+        )
+    if isinstance(train, TensorSamples) and isinstance(test, TensorSamples):
+        if train.x.dtype != test.x.dtype:
+            raise UserError(
+                f"pooled=True: x are {train.x.dtype} to train on and {test.x.dtype} to test on."
+            )
+        return train.with_samples(torch.cat([train.x, test.x]), torch.cat([train.y, test.y]))
+    assert isinstance(train, DatasetSamples) and isinstance(test, DatasetSamples)
+    parts: list[Dataset[Any]] = [train.read.dataset, test.read.dataset]
+    labels = None
+    if train.labels is not None and test.labels is not None:
+        labels = np.concatenate([train.labels, test.labels])
+    return _like(train, ConcatDataset(parts), labels)
+
+
+def part_of(samples: Samples, index: Indices) -> Samples:
+    """Return the samples ``index`` (n,), in this order."""
+    if isinstance(samples, TensorSamples):
+        return samples.with_samples(samples.x[index], samples.y[index])
+    assert isinstance(samples, DatasetSamples)
+    labels = None if samples.labels is None else samples.labels[index]
+    return _like(samples, Subset(samples.read.dataset, index.tolist()), labels)
+
+
+def _like(samples: DatasetSamples, dataset: Dataset[Any], labels: Any) -> DatasetSamples:
+    """Return another dataset, read and collated in the same way."""
+    read = samples.read
+    return DatasetSamples(dataset, labels, read.collate, samples.workers, read.fetch)
+
+
+def global_test(pool: Samples, split: Split) -> Samples | None:
+    """Return all clients' test samples, ascending; None: they have none.
+
+    Raises:
+        UserError: neither the split nor an option gives clients test samples.
+    """
+    if split.test is None:
+        raise UserError(
+            "pooled=True splits training and test data together, so each client needs its own test "
+            "samples: give the partition's test_share=0.25 (DirichletByClass, LabelsPerClient), "
+            "Imported lists with test samples, or the data module's client_test_fraction=0.25."
+        )
+    tests = [split.test_indices(i) for i in range(len(split.clients))]
+    index = np.unique(np.concatenate(tests))
+    return part_of(pool, index) if len(index) else None
+
+
+def by_name(clients: Any, test_clients: Any) -> tuple[tuple[str, ...], Any, Any]:
+    """Return the clients' names (none if they have none), and both arguments by number.
+
+    A client's number is its place in ``clients``. A client without an entry in ``test_clients`` has
+    an empty one.
+
+    >>> by_name({"anna": [0], "ben": [1, 2]}, {"ben": [5]})
+    (('anna', 'ben'), [[0], [1, 2]], [[], [5]])
+
+    Raises:
+        UserError: ``test_clients`` names clients that ``clients`` does not name, or two clients
+            have one name.
+    """
+    names: tuple[str, ...] = ()
+    if isinstance(clients, Mapping):
+        names = tuple(str(name) for name in clients)
+        if len(set(names)) < len(names) or not all(name.strip() for name in names):
+            raise UserError(
+                f"clients has the names {', '.join(names[:20])}: give each client its own name."
+            )
+        clients = list(clients.values())
+    if isinstance(test_clients, Mapping):
+        tests = {str(name): given for name, given in test_clients.items()}
+        unknown = [name for name in tests if name not in names]
+        if unknown:
+            whose = f"clients names {', '.join(names[:20])}" if names else "clients has no names"
+            raise UserError(
+                f"test_clients names the client {unknown[0]!r}, and {whose}."
+                f"{suggest(unknown[0], list(names))} Give clients={{name: …}} with the same names."
+            )
+        test_clients = [tests.get(name, []) for name in names]
+    return names, clients, test_clients

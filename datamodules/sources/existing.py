@@ -3,25 +3,160 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import numpy as np
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from numpy.typing import NDArray
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from fl_lightning.accepted import NonNegativeInt, PositiveInt
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.batches.read_ahead import Workers, check_workers, own_generator
+from fl_lightning.datamodules.batches.sample_labels import check_classes, relabelled
 from fl_lightning.datamodules.batches.samples import DatasetSamples
-from fl_lightning.datamodules.loaders import say
-from fl_lightning.datamodules.partitions.client_names import by_name
+from fl_lightning.datamodules.formats.tables import give_one, refuse_twice
+from fl_lightning.datamodules.loaders import overridden, say
 from fl_lightning.datamodules.partitions.client_tests import OwnTests, check_test_clients
-from fl_lightning.datamodules.partitions.partition import check_sequence
-from fl_lightning.datamodules.sources.class_names import check_classes, relabelled
-from fl_lightning.datamodules.sources.loader_facts import check_map_style, loader_facts
-from fl_lightning.datamodules.transfer import overridden
+from fl_lightning.datamodules.partitions.split import by_name
 from fl_lightning.errors import UserError
 from fl_lightning.machine.lightning import AttributeDict, pl
+
+KNOWN = (
+    SequentialSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+)
+
+
+@dataclass(frozen=True)
+class LoaderFacts:
+    """A DataLoader's ``dataset``; it uses ``positions`` and draws by ``weights`` (None: plainly).
+
+    ``fetch`` is explained at ``Reading``.
+    """
+
+    dataset: Any
+    collate: Any
+    batch_size: int
+    drop_last: bool
+    fetch: Literal["sample", "list", "batch"]
+    positions: NDArray[np.int64] | None
+    weights: NDArray[np.float64] | None
+    workers: Workers
+
+
+def check_map_style(dataset: Any, what: str) -> None:
+    """Refuse streams, which have no positions, even if they have a length.
+
+    Raises:
+        UserError: the loader cannot be used; the error says what to do instead.
+    """
+    mapped = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not mapped or isinstance(dataset, IterableDataset):
+        raise UserError(
+            f"{what} is a {type(dataset).__name__}, without positions that can be split over "
+            "clients. Give map-style Datasets (with __len__ and __getitem__): one per client as "
+            "FromDatasets(clients=[…]), or list(stream) if a stream fits into memory."
+        )
+
+
+def loader_facts(loader: DataLoader[Any], name: str) -> LoaderFacts:
+    """Return the facts of the training loader of the data module ``name``.
+
+    Raises:
+        UserError: it is no plain DataLoader of a map-style dataset, or clients cannot use its
+            sampler, which is named.
+    """
+    if getattr(type(loader), "__iter__", None) is not DataLoader.__iter__:
+        raise UserError(
+            f"The training loader of {name} is a {type(loader).__name__}, whose own __iter__ "
+            "clients cannot use: their batches are made of the dataset's samples. Give one torch "
+            "DataLoader (a collate_fn, the dataset or on_after_batch_transfer may do what __iter__ "
+            "does), or the clients' Datasets to FromDatasets(clients=[…])."
+        )
+    dataset: Any = loader.dataset
+    check_map_style(dataset, f"The training loader's dataset of {name}")
+    sampler: Any = loader.sampler
+    batches: Any = loader.batch_sampler
+    size = loader.batch_size
+    drop_last = loader.drop_last
+    fetch: Literal["sample", "list", "batch"] = "sample"
+    # With batch_size=None and a BatchSampler as sampler, the dataset takes lists of positions.
+    if batches is None and isinstance(sampler, BatchSampler):
+        batches = sampler
+        fetch = "list"
+    if batches is not None:
+        if type(batches).__iter__ is not BatchSampler.__iter__:
+            why = "a client's samples are shuffled and cut by batch_size"
+            raise refused(batches, "batch sampler", name, why)
+        sampler = batches.sampler
+        size = batches.batch_size
+        drop_last = batches.drop_last
+    elif size is None:
+        size = 1
+        fetch = "batch"
+    total = len(dataset)
+    positions, weights = sampled(sampler, total, name)
+    workers = Workers(
+        loader.num_workers,
+        loader.prefetch_factor or 2,
+        loader.worker_init_fn,
+        loader.multiprocessing_context,
+        loader.timeout,
+    )
+    collate = loader.collate_fn
+    return LoaderFacts(dataset, collate, size, drop_last, fetch, positions, weights, workers)
+
+
+def sampled(
+    sampler: Any, total: int, name: str
+) -> tuple[NDArray[np.int64] | None, NDArray[np.float64] | None]:
+    """Return the positions out of ``total`` that a sampler uses, and their weights.
+
+    None: the sampler uses all positions, or each position once per epoch.
+    """
+    kind = next(
+        (k for k in KNOWN if isinstance(sampler, k) and type(sampler).__iter__ is k.__iter__), None
+    )
+    given = sampler.indices if kind is SubsetRandomSampler else sampler
+    if isinstance(given, list | tuple | range):
+        return np.asarray(given, np.int64), None
+    if sampler is not None and kind is None:
+        why = "which samples a client sees, and in which order, is drawn from the run's seed"
+        raise refused(sampler, "sampler", name, why)
+    number = total if kind in (None, DistributedSampler) else len(sampler)
+    if number != total:
+        why = f"it gives {number} samples an epoch, and the dataset has {total}"
+        raise refused(sampler, "sampler", name, why)
+    if kind is WeightedRandomSampler:
+        if not sampler.replacement:
+            why = "with replacement=False an epoch has all samples once, so weights have no effect"
+            raise refused(sampler, "sampler", name, why)
+        return None, np.asarray(sampler.weights, np.float64)
+    return None, np.ones(total) if kind is RandomSampler and sampler.replacement else None
+
+
+def refused(sampler: Any, kind: str, name: str, why: str) -> UserError:
+    return UserError(
+        f"The training loader of {name} has the {kind} {type(sampler).__name__}, which clients "
+        f"cannot use: {why}. Give the loader shuffle=True instead (the help of FromDataModule "
+        "lists the samplers that work), or the samples as Datasets to FromDatasets."
+    )
 
 
 class FromDatasets(FederatedDataModule):
@@ -71,38 +206,31 @@ class FromDatasets(FederatedDataModule):
                 "FromDatasets needs train, or clients (a list of one Dataset per client): give one "
                 "of the two."
             )
-        if classes is not None and targets is not None:
-            raise UserError(
-                "FromDatasets: classes numbers the labels by name, and targets gives numbers: give "
-                "one of the two."
-            )
+        give_one({"classes": classes, "targets": targets})
         names, clients, test_clients = by_name(clients, test_clients)
-        given: _Given = {
-            "clients": _listed("clients", clients),
-            "train": None if train is None else [train],
-            "test_clients": _listed("test_clients", test_clients),
-            "val": None if val is None else [val],
-            "test": None if test is None else [test],
-        }
-        self.class_names = _numbered(given, names, classes)
-        indices = None
-        if given["clients"] is not None:
-            whole, indices = _joined(given["clients"])
-            train = whole or train
-        elif given["train"] is not None:
-            (train,) = given["train"]
-        named = indices if not names or indices is None else dict(zip(names, indices, strict=True))
-        super().__init__(clients=named, **arguments)
+        given: dict[Place, Any] = {("train", 0): train, ("val", 0): val, ("test", 0): test}
+        many: Any
+        for argument, many in (("clients", clients), ("test_clients", test_clients)):
+            given |= {(argument, i): many[i] for i in range(len(many or ()))}
+        sets = {key: one for key, one in given.items() if one is not None}
+        for dataset in sets.values():
+            check_workers(num_workers, dataset)
+        sets, self.class_names = _numbered(sets, names, classes)
+        own: Any = None
+        if clients is not None:
+            train, own = _joined([one for (name, _), one in sets.items() if name == "clients"])
+            own = dict(zip(names, own, strict=True)) if names else own
+        super().__init__(clients=own, **arguments)
         self._tested: tuple[Dataset[Any] | None, list[Any]] | None = None
-        if given["test_clients"] is not None:
-            check_test_clients(given["test_clients"], self.client_test_fraction)
-            self._tested = _joined(given["test_clients"])
-            check_workers(num_workers, self._tested[0])
-        val, test = (None if given[name] is None else given[name][0] for name in ("val", "test"))
-        for dataset in (train, val, test):
-            if dataset is not None:
-                check_workers(num_workers, dataset)
-        self._datasets = (train, val, test)
+        if test_clients is not None:
+            check_test_clients(test_clients, self.client_test_fraction)
+            tests = [one for (name, _), one in sets.items() if name == "test_clients"]
+            self._tested = _joined(tests)
+        self._datasets = (
+            train if clients is not None else sets.get(("train", 0)),
+            sets.get(("val", 0)),
+            sets.get(("test", 0)),
+        )
         self._targets = targets
         self._collate = collate
         self._workers = Workers(num_workers)
@@ -134,40 +262,28 @@ def compared(trainer: Any, samples: DatasetSamples) -> DatasetSamples:
 
 
 MISSING = object()
-# The data sets of each argument; None if the argument was not given.
-_Given = dict[str, Any]
-MANY = ("clients", "test_clients")
+# A data set's argument, and its place among the clients.
+Place = tuple[str, int]
 
 
-def _listed(name: str, given: Any) -> list[Any] | None:
-    """Return the clients' Datasets of an argument, each of which can be read by position."""
-    if given is None:
-        return None
-    check_sequence(f"FromDatasets' {name}", given, "each client's Dataset")
-    return [given[i] for i in range(len(given))]
-
-
-def _numbered(given: _Given, names: Sequence[str], classes: Sequence[str] | None) -> Sequence[str]:
-    """Check that one label means one class in all data sets; replace them by ``classes``, if given.
+def _numbered(
+    sets: dict[Place, Any], names: Sequence[str], classes: Sequence[str] | None
+) -> tuple[dict[Place, Any], Sequence[str]]:
+    """Check that one label means one class in all data sets.
 
     Returns:
-        The names of the classes, in the order of their labels.
+        The data sets, numbered by ``classes`` if they are given; and the names of the classes, in
+        the order of their labels.
     """
-    places: list[tuple[str, int, str]] = []
-    for name, datasets in given.items():
-        for i, dataset in enumerate(datasets or ()):
-            place = f"FromDatasets' {name}"
-            check_map_style(dataset, f"{place.removesuffix('s')} {i}" if name in MANY else place)
-            if name in MANY:
-                place += f": client {repr(names[i]) if names else i}"
-            places.append((name, i, place))
+    places = {}
+    for argument, i in sets:
+        who = f": client {repr(names[i]) if names else i}" if "clients" in argument else ""
+        places[argument, i] = f"FromDatasets' {argument}{who}"
+        check_map_style(sets[argument, i], places[argument, i])
+    refuse_twice("FromDatasets' classes", classes or ())
     if classes is None:
-        return check_classes(((place, given[name][i]) for name, i, place in places), "classes")
-    if len(set(classes)) < len(classes):
-        raise UserError(f"FromDatasets' classes is {list(classes)!r}: give each name once.")
-    for name, i, place in places:
-        given[name][i] = relabelled(place, given[name][i], classes)
-    return list(classes)
+        return sets, check_classes([(places[key], sets[key]) for key in sets], "classes")
+    return {key: relabelled(places[key], sets[key], classes) for key in sets}, list(classes)
 
 
 def _joined(datasets: list[Any]) -> tuple[Dataset[Any] | None, list[Any]]:
@@ -209,29 +325,13 @@ class Theirs:
         setattr(data._mine, self.name, value)
 
 
-def alike(theirs: Any, own: Any) -> bool:
-    """Return whether both are lists of the same values."""
-    both = isinstance(theirs, list | tuple) and isinstance(own, list | tuple)
-    return both and list(theirs) == list(own)
-
-
-def their_names(datamodule: Any) -> set[str]:
-    """Return the public attributes that a data module has besides Lightning's."""
-    names = set(vars(datamodule))
-    for one in type(datamodule).__mro__:
-        if one.__name__ == "LightningDataModule":
-            return {name for name in names - {*dir(one), *vars(one())} if name[0] != "_"}
-        names |= set(vars(one))
-    return set()
-
-
 class FromDataModule(FederatedDataModule):
-    """Any LightningDataModule: the dataset behind its training loader is split, and its other
-    loaders do not change.
+    """Any LightningDataModule: its training data are split, and its other loaders do not change.
 
     The attributes of the wrapped data module stay as they are for a learner that reads them
     (``self.trainer.datamodule.num_classes``), also those that other data modules of this package
-    have, such as ``batch_size`` and ``val_set``.
+    have, such as ``batch_size`` and ``val_set``; those that this class hides are at
+    ``self.trainer.datamodule.datamodule``.
 
     The wrapped module's transfer hooks (``on_after_batch_transfer``, …) get the clients' batches
     and those of evaluation, and find its ``trainer``. ``teardown``, ``state_dict``,
@@ -275,9 +375,7 @@ class FromDataModule(FederatedDataModule):
         collate: Callable[[Any], Any] | None = None,
         **arguments: Any,
     ) -> None:
-        if isinstance(datamodule, type) or not callable(
-            getattr(datamodule, "train_dataloader", None)
-        ):
+        if isinstance(datamodule, type | str):
             raise UserError(
                 f"FromDataModule's datamodule is {datamodule!r}: give a LightningDataModule (an "
                 "object, not its class; on the command line a class path that can be imported, "
@@ -296,7 +394,6 @@ class FromDataModule(FederatedDataModule):
         self._loader_size = batch_size == "loader"
         self._loader_drops = drop_last == "loader"
         self._torn_down = False
-        self._told = False
         self._named: dict[str, tuple[str, Any]] = {}
 
     # The wrapped data module's attributes of these names are what a learner and callbacks read.
@@ -337,9 +434,6 @@ class FromDataModule(FederatedDataModule):
             self._split_seed = None
             self._torn_down = False
         super().setup(stage)
-        if not self._told:
-            self._told = True
-            self._say_of_attributes()
         if self._weights is not None and not self._weights.all():
             for client in range(self.num_clients):
                 self.order(client, 0, 0)  # report a wrong loader now, and not in a round
@@ -365,20 +459,13 @@ class FromDataModule(FederatedDataModule):
             dataset = Subset(dataset, facts.positions.tolist())
         if fetch == "batch" and not self._loader_size:
             fetch = "sample"  # you gave a batch_size: read single samples
-        if self._workers == "loader":
-            workers = facts.workers
-        else:
-            workers = replace(facts.workers, number=self._workers)
+        workers = facts.workers
         if self._workers != "loader":
+            workers = replace(workers, number=self._workers)
             check_workers(workers.number, dataset)
-        # Each process would have a copy of the generator.
-        elif workers.number and (where := own_generator(dataset)):
+        elif own_generator(dataset):
+            # Each process would have a copy of the generator.
             workers = replace(workers, number=0)
-            say(
-                self.trainer,
-                "num_workers of the training loader is not used: its dataset keeps a generator "
-                f"({where})",
-            )
         samples = DatasetSamples(dataset, targets, self._collate or facts.collate, workers, fetch)
         self.train_set = compared(self.trainer, samples)
         self._weights = facts.weights
@@ -386,31 +473,6 @@ class FromDataModule(FederatedDataModule):
             self.batch_size = facts.batch_size
         if self._loader_drops:
             self.drop_last = facts.drop_last
-
-    def _say_of_attributes(self) -> None:
-        """Report which attributes the wrapped data module and this one both have."""
-        name = type(self.datamodule).__name__
-        other = []
-        for one in ("num_classes", "class_names", "batch_size", "drop_last", "seed"):
-            own = getattr(self._mine, one)
-            theirs = getattr(self.datamodule, one, MISSING)
-            known = theirs is not MISSING and own not in (None, ())
-            if known and str(theirs) != str(own) and not alike(theirs, own):
-                other.append(f"{one} {str(theirs)[:60]} (clients: {str(own)[:60]})")
-        if other:
-            say(
-                self.trainer,
-                f"a learner that reads self.trainer.datamodule gets {name}'s own "
-                f"{', '.join(other)}",
-            )
-        hidden = sorted(their_names(self.datamodule) & {*dir(type(self)), *vars(self)} - THEIRS)
-        if hidden:
-            say(
-                self.trainer,
-                f"FromDataModule has attributes of its own with these names of {name}'s: "
-                f"{', '.join(hidden)}; a learner reads {name}'s by "
-                f"self.trainer.datamodule.datamodule.{hidden[0]}",
-            )
 
     def val_dataloader(self) -> Any:
         if self._who.held_out is not None:
@@ -427,15 +489,12 @@ class FromDataModule(FederatedDataModule):
         return self._of_same_classes("test_dataloader", self.datamodule.test_dataloader())
 
     def _of_same_classes(self, name: str, loaders: Any) -> Any:
-        """Return the loaders, after checking that their datasets' classes have the same names
-        as those of the training loader's.
-        """
+        """Return the loaders, whose classes need the names of the training loader's."""
         for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
             self._check_classes(name, getattr(loader, "dataset", None))
         return loaders
 
     def _check_classes(self, name: str, dataset: Any) -> None:
-        """Compare the names of classes with those of the training loader's dataset."""
         self._named[name] = (f"The {name} of {type(self.datamodule).__name__}", dataset)
         names = check_classes(self._named.values())
         self.class_names = self._mine.class_names or names
@@ -483,6 +542,3 @@ class FromDataModule(FederatedDataModule):
         if name.startswith("__") or "datamodule" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.datamodule, name)
-
-
-THEIRS = {name for name, one in vars(FromDataModule).items() if isinstance(one, Theirs)}

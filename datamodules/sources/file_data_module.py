@@ -6,26 +6,122 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 from fl_lightning.accepted import NonNegativeInt
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.batches.read_ahead import Workers
-from fl_lightning.datamodules.batches.sample_labels import MOST_CLASSES, classes_in
 from fl_lightning.datamodules.batches.samples import DatasetSamples
 from fl_lightning.datamodules.loaders import say
 from fl_lightning.datamodules.partitions.client_tests import GroupTests
 from fl_lightning.datamodules.partitions.flower_splits import Grouped
 from fl_lightning.datamodules.partitions.partition import ByGroup
 from fl_lightning.errors import UserError
+
+# The content of an index may change from version to version.
+FORMAT = 3
+FOLDER = ".fl_lightning"
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def state_of(files: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """Return name, size and time of modification (ns) of each file."""
+    facts = []
+    # Resolve each folder once, not each file: a folder may hold one file per client, and resolving
+    # a path takes ten times as long as everything else here.
+    parents = {file.parent for file in files}
+    folders = {parent: os.path.realpath(parent) for parent in parents}
+    for file in files:
+        stat = file.stat()
+        name = os.path.join(folders[file.parent], file.name)
+        facts.append((name, stat.st_size, stat.st_mtime_ns))
+    return facts
+
+
+def indexed(
+    beside: Path,
+    files: Sequence[Path],
+    options: dict[str, Any],
+    make: Callable[[], Arrays],
+    tell: Callable[[str], None],
+) -> Arrays:
+    """Return the index of ``files``: the existing one, or a new one, which is stored.
+
+    If a file changes, it gets another index. A damaged index is made again.
+
+    Args:
+        beside: the folder of the data. If this folder cannot be written to, the index lies in the
+            user's cache folder.
+        options: the reader's options on which the index depends.
+        make: function that reads the files.
+        tell: function that reports where a new index lies.
+    """
+    key = json.dumps([FORMAT, state_of(files), options], sort_keys=True)
+    name = f"index-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npz"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fl_lightning"
+    folders = [beside / FOLDER, cache]
+    for folder in folders:
+        found = _read(folder / name)
+        if found is not None:
+            return found
+    made = make()
+    if json.dumps([FORMAT, state_of(files), options], sort_keys=True) != key:
+        raise UserError(
+            f"The data in {str(beside)!r} changed while they were read. Start again when nothing "
+            "writes to them."
+        )
+    for folder in folders:
+        try:
+            _write(folder / name, made)
+        except OSError:
+            continue
+        tell(f"the index of these data is {str(folder / name)!r}; later runs begin with it")
+        break
+    return made
+
+
+def _write(path: Path, made: Arrays) -> None:
+    """Write an index whole or not at all; processes that start together do not disturb each
+    other, and a killed one leaves a folder that no later run reads.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=path.parent) as aside:
+        np.savez(Path(aside, path.name), **made)  # type: ignore[arg-type]
+        Path(aside, path.name).replace(path)
+
+
+def _read(path: Path) -> Arrays | None:
+    """Return an index whose checksums are right, or None if it is missing or damaged."""
+    if not path.is_file():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except Exception:  # NumPy and zipfile raise many kinds of errors for damaged files
+        return None
+
+
+def texts(values: Sequence[str]) -> NDArray[np.uint8]:
+    """Return texts as bytes, for an index."""
+    return np.frombuffer(json.dumps(list(values)).encode(), np.uint8)
+
+
+def texts_of(array: NDArray[np.uint8]) -> list[str]:
+    """The texts again."""
+    found: list[str] = json.loads(array.tobytes().decode())
+    return found
+
 
 # Number of clients whose samples are kept in memory.
 KEPT = 1000
@@ -50,7 +146,7 @@ class OfClients(Dataset[Any]):
         self.ends = np.cumsum(sizes)
         self.targets = targets
         self._read = read
-        self._latest: OrderedDict[Hashable, Sequence[Any]] = OrderedDict()
+        self._latest: dict[int, Sequence[Any]] = {}
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -60,12 +156,8 @@ class OfClients(Dataset[Any]):
         own = self._latest.get(client)
         if own is None:
             own = self._samples(client)
-            # Threads may read in parallel, so another thread may have removed an entry already.
-            while len(self._latest) >= KEPT:
-                try:
-                    self._latest.popitem(last=False)
-                except KeyError:
-                    break
+            if len(self._latest) >= KEPT:
+                self._latest.clear()
             self._latest[client] = own
         return own[i - self._start(client)]
 
@@ -76,15 +168,8 @@ class OfClients(Dataset[Any]):
         labels = self.targets[self._start(client) : self.ends[client]]
         return list(zip(self._read(client), labels.tolist(), strict=True))
 
-    def keep_all(self) -> None:
-        """Read every client now, because forked worker processes would each read their clients
-        in each round.
-        """
-        for client in range(len(self.ends)):
-            self._latest[client] = self._samples(client)
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_latest": OrderedDict()}
+        return {**self.__dict__, "_latest": {}}
 
 
 @dataclass
@@ -104,16 +189,21 @@ class Side:
         return getattr(self.dataset, "targets", None)
 
     @classmethod
-    def of_clients(
-        cls,
-        names: list[str],
-        sizes: NDArray[np.int64],
-        read: Callable[[int], Iterable[Any]],
-        targets: NDArray[np.int64],
-    ) -> Side:
-        """Return samples that are read one client at a time; the arguments as in ``OfClients``."""
+    def of_index(cls, index: Arrays, side: str, read: Callable[[int], Iterable[Any]]) -> Side:
+        """Return samples that are read one client at a time, as in ``OfClients``."""
+        names = texts_of(index[f"{side} names"])
+        sizes = index[f"{side} sizes"]
         groups = np.repeat(np.arange(len(names)), sizes)
-        return cls(names, groups, OfClients(sizes, read, targets))
+        return cls(names, groups, OfClients(sizes, read, index[f"{side} labels"]))
+
+
+def indexed_side(side: str, names: list[str], labels: Sequence[NDArray[np.int64]]) -> Arrays:
+    """Return an index of clients, given the labels ``(n,)`` of each."""
+    return {
+        f"{side} names": texts(names),
+        f"{side} sizes": np.array([len(own) for own in labels], np.int64),
+        f"{side} labels": np.concatenate([np.zeros(0, np.int64), *labels]),
+    }
 
 
 def ascending(names: Sequence[str]) -> list[int]:
@@ -155,9 +245,7 @@ class FileDataModule(FederatedDataModule):
         self._files: list[Path] = []
 
     def read(self) -> tuple[Side, Side | None, Side | None]:
-        """Return training, test and validation samples; set ``_files``, and optionally
-        ``class_names``.
-        """
+        """Return training, test and validation samples; set ``_files`` and ``class_names``."""
         raise NotImplementedError  # abstract: each reader knows its own file format
 
     def tell(self, text: str) -> None:
@@ -166,18 +254,16 @@ class FileDataModule(FederatedDataModule):
 
     @classmethod
     def own_clients(cls, **arguments: Any) -> bool:
-        """Return whether the data decide how many clients there are, so ``num_clients`` has no
-        effect.
-        """
+        """Return whether the data decide how many clients there are."""
         return arguments.get("partition") is None
 
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
         """Return the shape of the first training sample; None for tokens."""
-        _, sides = cls._first_read(arguments)
+        data = first_read(cls, arguments)
         try:
-            x, _ = sides[0].dataset[0]
-        except Exception:  # as in `_first_read`
+            x, _ = data.train_set.read.dataset[0]
+        except Exception:  # as in `first_read`
             return None
         return tuple(x.shape) if x.is_floating_point() else None
 
@@ -186,37 +272,13 @@ class FileDataModule(FederatedDataModule):
         """Return the number of classes, as the run counts them: those that only test samples have
         count, too. None if y are numbers to predict, or no labels of classes.
         """
-        names, sides = cls._first_read(arguments)
-        return classes_of(names, [side.labels for side in sides])
-
-    @classmethod
-    def _first_read(cls, arguments: Mapping[str, Any]) -> tuple[Sequence[str], list[Side]]:
-        """Return the classes' names, and the training and test samples.
-
-        Both are empty if an argument is wrong, which the parser reports.
-
-        Raises:
-            UserError: the files are wrong.
-        """
-        try:
-            data = before_the_run(cls, arguments)
-        except Exception:  # arguments are not checked yet
-            return (), []
-        try:
-            train, test, _ = data.read()
-        except UserError:
-            raise
-        except Exception:  # libraries raise many kinds
-            return (), []
-        return data.class_names, [train] if test is None else [train, test]
+        data = first_read(cls, arguments)
+        return None if data is None else data._classes()
 
     def load(self) -> None:
         train, test, val = self.read()
         if not len(train.groups):
             raise UserError(f"{type(self).__name__}: the files have no training samples.")
-        for side in (train, test, val):
-            self._check_labels(side)
-        self._tell_of_labels(train, test)
         self._without_empty(train)
         self.train_set = self._samples(train.dataset)
         self.val_set = None if val is None else self._samples(val.dataset)
@@ -225,7 +287,6 @@ class FileDataModule(FederatedDataModule):
             self.client_names = train.names
         if test is None or not len(test.groups):
             return
-        test = by_client(test)
         self.test_set = self._samples(test.dataset)
         if self._tests_are_own(train, test) and isinstance(self.partition, ByGroup):
             places = {name: i for i, name in enumerate(train.names)}
@@ -236,7 +297,6 @@ class FileDataModule(FederatedDataModule):
         return DatasetSamples(dataset, getattr(dataset, "targets", None), workers=self._workers)
 
     def _tests_are_own(self, train: Side, test: Side) -> bool:
-        """Return whether test samples under a client's name are its own."""
         if self.tests is not None:
             return self.tests == "own"
         both = set(train.names) & set(test.names)
@@ -249,27 +309,7 @@ class FileDataModule(FederatedDataModule):
             return False
         return bool(both)
 
-    def _check_labels(self, side: Side | None) -> None:
-        """Refuse labels that are not numbers of classes."""
-        labels = None if side is None else side.labels
-        if side is None or labels is None or labels.dtype.kind not in "iu" or not len(labels):
-            return
-        place = int(labels.argmax())
-        if labels[place] >= MOST_CLASSES:
-            raise UserError(
-                f"{type(self).__name__}: client {side.names[side.groups[place]]!r} has the label "
-                f"{labels[place]}, and classes are numbered from 0: number them anew."
-            )
-        if self.class_names and labels[place] >= len(self.class_names):
-            raise UserError(
-                f"{type(self).__name__}: client {side.names[side.groups[place]]!r} has the label "
-                f"{labels[place]}, but there are {len(self.class_names)} classes, numbered from 0 "
-                f"({', '.join(map(str, self.class_names[:SHOWN]))}). Mend the label, or name all "
-                "classes."
-            )
-
     def _without_empty(self, train: Side) -> None:
-        """Number only the clients that have training samples."""
         sizes = np.bincount(train.groups, minlength=len(train.names))
         empty = np.flatnonzero(sizes == 0)
         if len(empty):
@@ -278,22 +318,19 @@ class FileDataModule(FederatedDataModule):
             train.groups = (np.cumsum(sizes > 0) - 1)[train.groups]
             train.names = [name for name, size in zip(train.names, sizes, strict=True) if size]
 
-    def _tell_of_labels(self, train: Side, test: Side | None) -> None:
-        """Report which classes only the test samples have."""
-        if train.labels is None or test is None or test.labels is None:
-            return
-        if train.labels.dtype.kind not in "iu":
-            return
-        more = np.setdiff1d(test.labels, train.labels)
-        if len(more):
-            numbers = ", ".join(map(str, more[:SHOWN].tolist()))
-            self.tell(f"only test samples have the labels {numbers}; they count as classes")
-
     @property
     def num_classes(self) -> int | None:
         self._ready()
-        sides = (self.train_set, self.test_set)
-        return classes_of(self.class_names, [None if one is None else one.labels for one in sides])
+        return self._classes()
+
+    def _classes(self) -> int | None:
+        if self.class_names:
+            return len(self.class_names)
+        sets = [one for one in (self.train_set, self.test_set) if one is not None]
+        labels = [one.labels for one in sets if one.labels is not None]
+        return (
+            None if not labels or len(labels) < len(sets) else max(int(y.max()) for y in labels) + 1
+        )
 
     def card(self) -> dict[str, str]:
         facts = super().card()
@@ -309,28 +346,6 @@ class FileDataModule(FederatedDataModule):
         return facts
 
 
-def classes_of(names: Sequence[str], labels: Sequence[Any]) -> int | None:
-    """Return the number of classes: of their names, or else of the labels of all sides; None:
-    they are no classes, which the run refuses or predicts as numbers.
-    """
-    if names:
-        return len(names)
-    found = [own for own in labels if own is not None and len(own)]
-    classes = classes_in(np.concatenate(found)) if found else None
-    return None if classes is None else int(classes.max()) + 1
-
-
-def by_client(side: Side) -> Side:
-    """Return the samples client by client, each client's in the order of the data."""
-    order = np.argsort(side.groups, kind="stable")
-    if (np.diff(order) > 0).all():
-        return side
-    dataset: Any = Subset(side.dataset, order.tolist())
-    if side.labels is not None:
-        dataset.targets = side.labels[order]
-    return Side(side.names, side.groups[order], dataset)
-
-
 def before_the_run(cls: Any, arguments: Mapping[str, Any]) -> Any:
     """Return a data module that is made to ask for its samples' sizes, and that reports nothing.
 
@@ -344,27 +359,61 @@ def before_the_run(cls: Any, arguments: Mapping[str, Any]) -> Any:
     return data
 
 
-def missing_package(package: str, extra: str) -> UserError:
-    return UserError(
-        f"This data module reads files with {package}, which is not installed: pip install "
-        f"'fl-lightning[{extra}]'."
-    )
+def first_read(cls: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return a data module that has read its data; None if an argument is wrong (the parser tells).
+
+    Raises:
+        UserError: the files are wrong.
+    """
+    try:
+        data = before_the_run(cls, arguments)
+    except Exception:  # arguments are not checked yet
+        return None
+    try:
+        data.load()
+    except UserError:
+        raise
+    except Exception:  # libraries raise many kinds
+        return None
+    return data
 
 
-def no_class(labels: NDArray[Any]) -> int | None:
-    """Return the place of the first label ``(n,)`` that is negative or fractional, or None."""
+def whole_labels(labels: NDArray[Any], where: str) -> NDArray[np.int64]:
+    """Return labels ``(n,)`` or ``(n, 1)`` as int64 ``(n,)``.
+
+    Raises:
+        UserError: one is negative or not a whole number; ``where`` is the place in the error.
+    """
+    labels = labels.ravel() if labels.shape[1:] == (1,) else labels
+    if labels.ndim != 1 or labels.dtype.kind not in "iubf":
+        what = f"labels {labels.dtype} of shape {labels.shape}"
+        raise UserError(f"{where} has {what}: give one whole number per sample.")
     with np.errstate(invalid="ignore"):
         # Numbers beyond int64 become negative.
         whole = labels.astype(np.int64)
-    wrong = np.flatnonzero((whole < 0) | (whole != labels))
-    return int(wrong[0]) if len(wrong) else None
+    wrong = (whole < 0) | (whole != labels)
+    if wrong.any():
+        place = int(wrong.argmax())
+        raise UserError(
+            f"{where} has the label {labels[place]} in sample {place}: classes are whole numbers "
+            "from 0."
+        )
+    return whole
 
 
-def not_finite(x: NDArray[Any]) -> int | None:
-    """Return the first of the samples ``(n, …)`` that has a number beyond single precision."""
-    if x.dtype.kind != "f" or not x.size:
-        return None
+def check_finite(x: NDArray[Any], where: str) -> None:
+    """Refuse samples ``(n, …)`` that are not numbers within single precision.
+
+    Raises:
+        UserError: with the first sample that is not; ``where`` is the place in the error.
+    """
+    if x.dtype.kind not in "iufb":
+        raise UserError(f"{where} has x {x.dtype}, but x has to be numbers.")
     with np.errstate(over="ignore"):
         single = x.astype(np.float32, copy=False)
-    wrong = np.flatnonzero(~np.isfinite(single.reshape(len(x), -1)).all(1))
-    return int(wrong[0]) if len(wrong) else None
+    wrong = ~np.isfinite(single.reshape(len(x), -1)).all(1) if x.size else np.zeros(0, bool)
+    if wrong.any():
+        raise UserError(
+            f"{where} has an x in sample {wrong.argmax()} that is not finite in single precision: "
+            "mend the sample, or leave it out."
+        )

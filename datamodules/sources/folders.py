@@ -1,9 +1,8 @@
-"""Pictures in folders by domain and class: Office-Caltech, PACS, Office-Home, DomainNet."""
+"""Pictures in folders by domain and class, as PACS, or by split and class, as Tiny-ImageNet."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import chain
@@ -15,10 +14,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.data import Dataset
 
-from fl_lightning.accepted import Above, Below, PositiveInt
-from fl_lightning.datamodules.batches.sample_labels import MOST_CLASSES
-from fl_lightning.datamodules.formats.digits5 import digits5
-from fl_lightning.datamodules.formats.pictures import Mode, Pictures, check_normalised, size_of
+from fl_lightning.accepted import Above, Below, PositiveFloat, PositiveInt
+from fl_lightning.datamodules.formats.pictures import Mode, Pictures, Size
 from fl_lightning.datamodules.formats.tables import refuse_twice
 from fl_lightning.datamodules.partitions.client_tests import OwnTests, stratified
 from fl_lightning.datamodules.partitions.partition import ByGroup
@@ -31,11 +28,81 @@ from fl_lightning.datamodules.sources.file_data_module import (
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.sampling import generator
 
+# Pictures and their classes.
+Part = tuple[NDArray[Any], NDArray[np.int64]]
+
+
+def coloured(x: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return pictures ``(N, H, W, 3)``; the channel of grey ones is repeated."""
+    x = x[..., None] if x.ndim == 3 else x
+    return np.broadcast_to(x, (*x.shape[:3], 3)).astype(np.uint8)
+
+
+def arrays(path: Path, *names: str) -> list[NDArray[Any]]:
+    """Return arrays of a .mat file.
+
+    Raises:
+        UserError: the file does not exist, is damaged, or lacks an array.
+    """
+    from scipy.io import loadmat
+
+    try:
+        content = loadmat(str(path))
+        return [content[name] for name in names]
+    except Exception as error:  # scipy raises many kinds of errors for damaged files
+        raise UserError(
+            f"The file {str(path)!r} of Digits-5 cannot be read ({type(error).__name__}: "
+            f"{str(error)[:120]}): copy it again, or name the domains that are there by "
+            "data.domains."
+        ) from None
+
+
+def from_one(y: NDArray[Any]) -> NDArray[np.int64]:
+    """Return classes from 0; in the file 0 is written as 10."""
+    found: NDArray[np.int64] = y.ravel().astype(np.int64) % 10
+    return found
+
+
+def handwritten(file: str, arrays_of: Sequence[str], path: Path) -> list[Part]:
+    """Read MNIST and MNIST-M, whose classes are one-hot."""
+    x, y, test_x, test_y = arrays(path / file, *arrays_of)
+    return [(x, y.argmax(axis=1)), (test_x, test_y.argmax(axis=1))]
+
+
+def street(name: str, path: Path) -> list[Part]:
+    """Read SVHN and the synthetic digits."""
+    parts = [arrays(path / f"{name}_{side}_32x32.mat", "X", "y") for side in ("train", "test")]
+    return [(x.transpose(3, 0, 1, 2), from_one(y)) for x, y in parts]
+
+
+def usps(path: Path) -> list[Part]:
+    (cells,) = arrays(path / "usps_28x28.mat", "dataset")
+    return [
+        (np.floor(np.asarray(x)[:, 0] * 255 + 0.5).astype(np.uint8), from_one(np.asarray(y)))
+        for x, y in cells
+    ]
+
+
+# Training and test pictures of each domain, uint8 ``(N, height, width)`` or ``(…, 3)``.
+DOMAINS: dict[str, Callable[[Path], list[Part]]] = {
+    "mnist": lambda path: handwritten(
+        "mnist_data.mat", ("train_32", "label_train", "test_32", "label_test"), path
+    ),
+    "mnistm": lambda path: handwritten(
+        "mnistm_with_label.mat", ("train", "label_train", "test", "label_test"), path
+    ),
+    "svhn": lambda path: street("svhn", path),
+    "syn": lambda path: street("synth", path),
+    "usps": usps,
+}
+
+
 ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".gif", ".tif", ".tiff", ".webp"}
 # Pictures are decoded once and kept if they take at most this number of bytes.
 IN_MEMORY = 2**30
-DIGITS = list(map(str, range(10)))
 
+# Names of the folders of pictures that no client trains on.
+HELD = ("val", "validation", "test")
 
 Sample = tuple[Any, int]  # a file or pixels, and the class
 
@@ -47,11 +114,11 @@ class Domain:
     name: str
     train: list[Sample]
     test: list[Sample] = field(default_factory=list)
+    val: list[Sample] = field(default_factory=list)
 
-    def keep(self, labels: Sequence[int]) -> None:
-        """Leave out other labels, and number these by their places."""
-        for samples in (self.train, self.test):
-            samples[:] = [(x, labels.index(y)) for x, y in samples if y in labels]
+    @property
+    def labels(self) -> set[int]:
+        return {label for _, label in self.train + self.test}
 
 
 class PictureSet(Dataset[Any]):
@@ -74,7 +141,10 @@ class PictureSet(Dataset[Any]):
             UserError: its size differs from the first picture's.
         """
         one = self.x[i]
-        found = self.pictures.read(one if isinstance(one, Path) else Image.fromarray(one))
+        if isinstance(one, Path):
+            found = self.pictures.read(one)
+        else:
+            found = self.pictures.array(Image.fromarray(one))
         if self._first is None:
             self._first = (one, found.shape)
         if found.shape != self._first[1]:
@@ -83,29 +153,28 @@ class PictureSet(Dataset[Any]):
                 f"The picture {str(one)!r} has the shape {found.shape}, and {str(first)!r} has "
                 f"{shape}: give data.image_size, to which all are resized."
             )
-        return np.asarray(found, np.uint8)
+        return found
 
     def __getitem__(self, i: int) -> tuple[Any, int]:
         pixels = self.pixels(i) if self.kept is None else self.kept[i]
         return self.pictures.tensor(pixels), int(self.targets[i])
 
-    def keep(self) -> None:
-        """Decode all pictures now."""
-        self.kept = [self.pixels(i) for i in range(len(self))]
-
 
 class FromFolders(FileDataModule):
-    """Federated data from folders of pictures: each client is a domain, or several clients share
-    one.
+    """Federated data from folders of pictures: a client is a domain, or a part of one.
 
     Args:
         path: the folder.
         layout: ``"folders"``: ``path/<domain>/<class>/<file>``; ``"lists"``:
             ``path/splits/<domain>_train.txt`` and ``_test.txt`` with lines ``relative/file label``;
-            ``"digits5"``: the five .mat files; ``"auto"``: recognised from the files.
+            ``"digits5"``: the five .mat files; ``"splits"``: ``path/train/<class>/<file>`` with
+            ``val`` or ``test`` beside it, for a ``partition``, and also Tiny-ImageNet's
+            ``path/train/<class>/images/<file>`` with ``val/val_annotations.txt``; ``"auto"``:
+            recognised from the files. With ``splits`` the validation set is the test set if
+            ``test`` has no classes.
         domains: the domains in the order of their numbers; None: all, ascending. Other domains are
             left out.
-        classes: likewise; with ``lists`` the names of the labels 0, 1, …
+        classes: likewise; with ``lists`` the names of the labels 0, 1, …; not with ``digits5``.
         image_size: pixels, or ``[height, width]``, to which pictures are resized; None: pictures
             keep their size, which has to be equal.
         mode: PIL's mode, to which pictures are converted: ``"RGB"``, ``"L"`` (grey), ``"1"`` (0 and
@@ -117,7 +186,6 @@ class FromFolders(FileDataModule):
         leave_out: domains that no client trains on; all their samples are the global test set.
         missing: ``"refuse"`` or ``"allow"`` a class that one domain lacks.
         in_memory: keep decoded pictures; None: if they take at most 1 GiB.
-        check: decode every picture before training.
         limit: ``[training, test]``: use only so many of the first samples of each domain.
 
     ``client_domains``: the domain of each client; ``domains`` lists them.
@@ -132,34 +200,27 @@ class FromFolders(FileDataModule):
     def __init__(
         self,
         path: str | Path,
-        layout: Literal["auto", "folders", "lists", "digits5"] = "auto",
+        layout: Literal["auto", "folders", "lists", "digits5", "splits"] = "auto",
         domains: Sequence[str] | None = None,
         classes: Sequence[str] | None = None,
-        image_size: int | list[int] | None = None,
+        image_size: Size = None,
         mode: Mode = "RGB",
         mean: Sequence[float] = (),
-        std: Sequence[float] = (),
+        std: Sequence[PositiveFloat] = (),
         clients_per_domain: PositiveInt = 1,
         test: Annotated[float, Above(0), Below(1)] | None = None,
         leave_out: Sequence[str] = (),
         missing: Literal["refuse", "allow"] = "refuse",
         in_memory: bool | None = None,
-        check: bool = False,
-        limit: list[PositiveInt] | None = None,
+        limit: tuple[PositiveInt, PositiveInt] | None = None,
         **arguments: Any,
     ) -> None:
         super().__init__(tests="common", **arguments)
-        check_normalised(mean, std)
-        if limit is not None and len(limit) != 2:
-            raise UserError(
-                f"data.limit is {list(limit)}: give two numbers, of training and of test samples "
-                "of each domain, such as [25000, 9000]."
-            )
         self.path = Path(path).expanduser()
         self.layout = layout
         self.domains = None if domains is None else list(domains)
         self.classes = None if classes is None else list(classes)
-        self.pictures = Pictures(size_of(image_size), mode, tuple(mean), tuple(std))
+        self.pictures = Pictures.of(image_size, mode, mean, std)
         self.mean = self.pictures.mean
         self.std = self.pictures.std
         self.clients_per_domain = clients_per_domain
@@ -167,70 +228,46 @@ class FromFolders(FileDataModule):
         self.leave_out = list(leave_out)
         self.missing = missing
         self.in_memory = in_memory
-        self.check = check
         self.limit = limit
 
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
-        """Return ``(channels, height, width)``: the size to which pictures are resized, else
-        that of the first one.
-        """
-        size = size_of(arguments.get("image_size"))
+        """Return ``(channels, height, width)``: the size asked for, else the first one's."""
         # An option is read as a number before the parser knows its type.
         mode = str(arguments.get("mode", "RGB"))
-        channels = Image.getmodebands(mode) if mode in get_args(Mode) else None
+        if mode not in get_args(Mode):
+            return None
+        size = Pictures.of(arguments.get("image_size"), None, (), ()).size
         path = Path(str(arguments.get("path", ""))).expanduser()
         first = next((file for file in path.glob("*/*/*") if file.suffix.lower() in ENDINGS), None)
         if size is None and first is not None:
             pixels = Pictures(mode="L").read(first)
             size = (pixels.shape[0], pixels.shape[1])
-        return None if size is None or channels is None else (channels, *size)
+        return None if size is None else (Image.getmodebands(mode), *size)
 
     @classmethod
     def classes_of_samples(cls, **arguments: Any) -> int | None:
         """Return the number of classes: of the folders, or of the labels in the lists."""
-        path = Path(str(arguments.get("path", ""))).expanduser()
-        if not path.is_dir():
+        try:
+            data = before_the_run(cls, arguments)
+            layout = data._layout()
+            if layout != "digits5":
+                data._read(layout)
+        except Exception:  # the run reports what is wrong
             return None
-        layout = arguments.get("layout") or "auto"
-        layout = layout_of(path) if layout == "auto" else layout
-        if layout == "digits5":
-            return len(DIGITS)
-        if layout == "lists":
-            try:
-                data = before_the_run(cls, arguments)
-                data._lists()
-            except Exception:  # the run reports what is wrong
-                return None
-            return len(data.class_names) or None
-        names = set().union(*(folders_of(path / domain) for domain in folders_of(path)))
-        return len(names) or None
+        return len(data.class_names) or None if layout != "digits5" else 10
 
     def read(self) -> tuple[Side, Side | None, Side | None]:
         if not self.path.is_dir():
             raise UserError(
                 f"data.path is {str(self.path)!r}, which is not a folder (the present folder is "
-                f"{str(Path.cwd())!r})." + suggest(str(self.path), os.listdir())
+                f"{str(Path.cwd())!r})."
             )
-        layout: str = self.layout
-        if layout == "auto":
-            layout = layout_of(self.path)
-            self.tell(f"{str(self.path)!r} is read as layout={layout}")
-        if layout == "digits5":
-            found = digits5(self.path, self.domains)
-            domains = [
-                Domain(name, list(zip(x, y, strict=True)), list(zip(test_x, test_y, strict=True)))
-                for name, (x, y, test_x, test_y) in found.items()
-            ]
-            self.class_names = self._chosen(DIGITS, self.classes, "classes")
+        domains = self._read(self._layout())
+        if self.limit is not None:
             for domain in domains:
-                domain.keep([DIGITS.index(name) for name in self.class_names])
-        elif layout == "lists":
-            domains = self._lists()
-        else:
-            domains = self._folders()
-        for domain in domains:
-            self._limit(domain)
+                domain.train = domain.train[: self.limit[0]]
+                domain.test = domain.test[: self.limit[1]]
         self._check(domains)
         if self.test is not None:
             for number, domain in enumerate(domains):
@@ -239,8 +276,24 @@ class FromFolders(FileDataModule):
 
     # ---- layouts
 
+    def _layout(self) -> str:
+        if self.layout != "auto":
+            return self.layout
+        found = "folders"
+        if (self.path / "mnist_data.mat").is_file():
+            found = "digits5"
+        elif [*self.path.glob("splits/*_train.txt"), *self.path.glob("*_train.txt")]:
+            found = "lists"
+        elif (self.path / "train").is_dir() and any((self.path / name).is_dir() for name in HELD):
+            found = "splits"
+        self.tell(f"{str(self.path)!r} is read as layout={found}")
+        return found
+
+    def _read(self, layout: str) -> list[Domain]:
+        readers = {"digits5": self._digits5, "lists": self._lists, "splits": self._splits}
+        return readers.get(layout, self._folders)()
+
     def _chosen(self, there: Sequence[str], given: list[str] | None, option: str) -> list[str]:
-        """Return the names that count, in their order."""
         refuse_twice(f"data.{option}", given or ())
         for name in given or ():
             if name not in there:
@@ -250,64 +303,91 @@ class FromFolders(FileDataModule):
                 )
         return sorted(there) if given is None else given
 
+    def _digits5(self) -> list[Domain]:
+        self.class_names = list(map(str, range(10)))
+        made = []
+        for name in self._chosen(list(DOMAINS), self.domains, "domains"):
+            parts = [
+                list(zip(coloured(x), y.tolist(), strict=True)) for x, y in DOMAINS[name](self.path)
+            ]
+            made.append(Domain(name, *parts))
+        return made
+
     def _folders(self) -> list[Domain]:
         domains = self._chosen(folders_of(self.path), self.domains, "domains")
-        if not domains:
-            raise UserError(
-                f"data.path is {str(self.path)!r}, which has no folders: a folder for each domain "
-                "is expected, in each a folder for each class."
-            )
-        of = {domain: folders_of(self.path / domain) for domain in domains}
-        every = sorted(set().union(*of.values()))
-        self.class_names = self._chosen(every, self.classes, "classes")
+        every = set().union(*(folders_of(self.path / domain) for domain in domains))
+        self.class_names = self._chosen(sorted(every), self.classes, "classes")
         if not self.class_names:
             raise UserError(
                 f"data.path is {str(self.path)!r}, whose folders {', '.join(domains)[:100]} have "
                 "no folders of classes: path/<domain>/<class>/<file> is expected."
             )
-        made = []
-        for domain in domains:
-            samples: list[Sample] = []
-            for label, name in enumerate(self.class_names):
-                samples += [(file, label) for file in pictures_of(self.path / domain / name)]
-            samples.sort(key=lambda sample: sample[0].as_posix())
-            made.append(Domain(domain, samples))
-        return made
+        if len(self.class_names) == 1:
+            raise UserError(
+                f"data.path is {str(self.path)!r}, whose folders {', '.join(domains)[:100]}, … all "
+                f"have the single folder {self.class_names[0]!r}: path/<domain>/<class>/<file> is "
+                "expected. For Tiny-ImageNet give the folder that has train and val."
+            )
+        return [Domain(domain, self._by_class(self.path / domain)) for domain in domains]
+
+    def _by_class(self, folder: Path) -> list[Sample]:
+        samples: list[Sample] = []
+        for label, name in enumerate(self.class_names):
+            within = folder / name / "images"
+            files = pictures_of(within if within.is_dir() else folder / name)
+            samples += [(file, label) for file in files]
+        return sorted(samples, key=lambda sample: sample[0].as_posix())
+
+    def _splits(self) -> list[Domain]:
+        self.class_names = self._chosen(folders_of(self.path / "train"), self.classes, "classes")
+        if isinstance(self.partition, ByGroup) and self.clients_per_domain == 1:
+            raise UserError(
+                f"data.path is {str(self.path)!r}, whose pictures are in splits and not in "
+                "domains: give data.partition and data.num_clients, or data.layout=folders if "
+                "train and val are domains."
+            )
+        parts = {name: self._held(self.path / name) for name in HELD}
+        val = parts["val"] or parts["validation"]
+        one = Domain(self.path.name, self._by_class(self.path / "train"))
+        one.test, one.val = (parts["test"], val) if parts["test"] else (val, [])
+        return [one]
+
+    def _held(self, folder: Path) -> list[Sample]:
+        notes = folder / "val_annotations.txt"
+        if not notes.is_file():
+            return self._by_class(folder)
+        places = {name: label for label, name in enumerate(self.class_names)}
+        lines = [line.split("\t") for line in notes.read_text("utf-8").splitlines()]
+        return [
+            (folder / "images" / line[0], places[line[1]]) for line in lines if line[1] in places
+        ]
 
     def _lists(self) -> list[Domain]:
         folder = self.path / "splits" if (self.path / "splits").is_dir() else self.path
-        if not any(folder.glob("*_train.txt")):
+        there = [file.name.removesuffix("_train.txt") for file in folder.glob("*_train.txt")]
+        if not there:
             raise UserError(
                 f"data.layout is 'lists', and {str(folder)!r} has no lists <domain>_train.txt: "
                 "give the folder that holds them, or layout=folders for pictures in "
                 "path/<domain>/<class>."
             )
-        there = [file.name.removesuffix("_train.txt") for file in folder.glob("*_train.txt")]
         made = []
         for domain in self._chosen(there, self.domains, "domains"):
             one = Domain(domain, listed(self.path, folder / f"{domain}_train.txt"))
             if (folder / f"{domain}_test.txt").is_file():
                 one.test = listed(self.path, folder / f"{domain}_test.txt")
-            if both := len({file for file, _ in one.train} & {file for file, _ in one.test}):
-                self.tell(
-                    f"{both} pictures of the domain {domain!r} are in its training list and in its "
-                    "test list: its test accuracy is too high"
-                )
             made.append(one)
-        check_labels_agree(made)
-        labels = sorted(set().union(*map(labels_of, made)))
-        if self.classes is not None and labels and labels[-1] >= len(self.classes):
+        names: dict[int, str] = {}
+        for file, label in chain.from_iterable(one.train for one in made):
+            names.setdefault(label, file.parent.name)
+        last = max(set().union(*(one.labels for one in made)), default=-1)
+        if self.classes is not None and last >= len(self.classes):
             raise UserError(
                 f"data.classes has {len(self.classes)} names, and the lists have the label "
-                f"{labels[-1]}: give a name for each label from 0."
+                f"{last}: give a name for each label from 0."
             )
-        names: dict[int, str] = {}
-        for one in made:
-            for file, label in one.train:
-                names.setdefault(label, file.parent.name)
         # A label without a sample has no folder that could name it.
-        whole = range(labels[-1] + 1 if labels else 0)
-        self.class_names = self.classes or [names.get(label, str(label)) for label in whole]
+        self.class_names = self.classes or [names.get(i, str(i)) for i in range(last + 1)]
         return made
 
     # ---- from domains to clients
@@ -315,37 +395,24 @@ class FromFolders(FileDataModule):
     def _check(self, domains: list[Domain]) -> None:
         """Refuse a class that a domain lacks, and names in leave_out that are not domains."""
         self._chosen([domain.name for domain in domains], self.leave_out, "leave_out")
-        every = set(range(len(self.class_names)))
-        there = set().union(*map(labels_of, domains))
         for domain in domains:
-            lacks = sorted(every - labels_of(domain))
+            lacks = sorted(set(range(len(self.class_names))) - domain.labels)
             if not lacks:
                 continue
             names = ", ".join(str(self.class_names[label]) for label in lacks[:SHOWN])
             text = f"the domain {domain.name!r} has no pictures of {names}"
             if self.missing == "refuse":
-                others = "other domains have" if there & set(lacks) else "no domain has"
                 raise UserError(
-                    f"data.path={str(self.path)!r}: {text}, which {others}. Give "
-                    "data.missing=allow, name the classes that all have by data.classes, or check "
-                    "the folders' names."
+                    f"data.path={str(self.path)!r}: {text}. Give data.missing=allow, name the "
+                    "classes that all have by data.classes, or check the folders' names."
                 )
             self.tell(text)
 
-    def _limit(self, domain: Domain) -> None:
-        if self.limit is not None:
-            (training, tests) = self.limit
-            domain.train = domain.train[:training]
-            domain.test = domain.test[:tests]
-
     def _hold_out(self, number: int, domain: Domain) -> None:
-        """Test on a share of a domain's samples, of each class alike."""
         n = len(domain.train)
         h = int(Decimal(str(self.test)) * n + Decimal("0.5"))
         labels = np.array([y for _, y in domain.train], np.int64)
         order = generator(0, "files to test on", number).permutation(n)
-        if not h:
-            self.tell(f"data.test={self.test:g} holds out none of the {n} files of {domain.name!r}")
         held = set(stratified(order, labels[order], h).tolist()) if h else set()
         domain.test += [domain.train[i] for i in sorted(held)]
         domain.train = [domain.train[i] for i in range(n) if i not in held]
@@ -363,7 +430,10 @@ class FromFolders(FileDataModule):
         self.client_domains = [name.rpartition("/")[0] if k > 1 else name for name in names]
         self._own = {domain.name: domain.test for _, domain in training if domain.test}
         samples = list(chain.from_iterable(domain.train for _, domain in training))
-        return Side(names, np.concatenate(groups), self._set(samples)), self._global(domains), None
+        train = Side(names, np.concatenate(groups), self._set(samples))
+        val = list(chain.from_iterable(domain.val for domain in domains))
+        held = Side(["all"], np.zeros(len(val), np.int64), self._set(val)) if val else None
+        return train, self._global(domains), held
 
     def _global(self, domains: list[Domain]) -> Side | None:
         """Set the global test set: from all domains, or from those that are left out."""
@@ -391,10 +461,8 @@ class FromFolders(FileDataModule):
         keep = self.in_memory
         if keep is None and len(made):
             keep = made.pixels(0).nbytes * len(made) <= IN_MEMORY
-        if keep or self.check:
-            made.keep()
-        if not keep:
-            made.kept = None
+        if keep:
+            made.kept = [made.pixels(i) for i in range(len(made))]
         return made
 
     def setup(self, stage: str | None = None) -> None:
@@ -427,21 +495,8 @@ class FromFolders(FileDataModule):
         return names
 
 
-def layout_of(path: Path) -> str:
-    """Return the layout of a folder, recognised from its files."""
-    if (path / "mnist_data.mat").is_file():
-        return "digits5"
-    if list(path.glob("splits/*_train.txt")) or list(path.glob("*_train.txt")):
-        return "lists"
-    return "folders"
-
-
 def folders_of(path: Path) -> list[str]:
     return sorted(one.name for one in path.iterdir() if one.is_dir() and one.name[0] != ".")
-
-
-def labels_of(domain: Domain) -> set[int]:
-    return {label for _, label in domain.train + domain.test}
 
 
 def pictures_of(folder: Path) -> list[Path]:
@@ -458,58 +513,15 @@ def listed(path: Path, file: Path) -> list[Sample]:
         UserError: a line has no label, or names a file that does not exist; the error has the line.
     """
     samples: list[Sample] = []
-    try:
-        text = file.read_text("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"The list {str(file)!r} is not in UTF-8, which it has to be ({error.reason} at byte "
-            f"{error.start}): save it as UTF-8."
-        ) from None
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(file.read_text("utf-8-sig").splitlines(), 1):
+        name, _, label = line.rstrip().rpartition(" ")
         if not line.strip():
             continue
-        name, _, label = line.rstrip().rpartition(" ")
-        where = path / name
-        if not label.isdecimal() or not name or not where.resolve().is_relative_to(path.resolve()):
+        # Labels are places in a list of classes, which has to fit into memory.
+        if not label.isdecimal() or len(label) > 7 or not (path / name).is_file():
             raise UserError(
                 f"The list {str(file)!r} has {line[:80]!r} in line {number}: 'relative/file label' "
-                "is expected, with a whole number."
+                f"is expected, with a file in {str(path)!r} (data.path) and the number of a class."
             )
-        # Python refuses to make a number of thousands of digits.
-        if len(label) > len(str(MOST_CLASSES)) or int(label) >= MOST_CLASSES:
-            raise UserError(
-                f"The list {str(file)!r} has the label {label[:40]} in line {number}, and classes "
-                "are numbered from 0: number them anew."
-            )
-        if not where.is_file():
-            raise UserError(
-                f"The list {str(file)!r} names {name!r} in line {number}, which is not in "
-                f"{str(path)!r}: give the folder to which the names are relative as data.path."
-            )
-        samples.append((where, int(label)))
+        samples.append((path / name, int(label)))
     return samples
-
-
-def check_labels_agree(domains: Sequence[Domain]) -> None:
-    """Refuse lists in which a folder of one name has different labels.
-
-    Lists whose folders are not classes say nothing: there a folder has several labels, or a label
-    several folders.
-
-    Raises:
-        UserError: with the folder, both domains and both labels.
-    """
-    first: dict[str, tuple[int, str]] = {}
-    for domain in domains:
-        for samples in (domain.train, domain.test):
-            pairs = {(file.parent.name, label) for file, label in samples}
-            if not len(pairs) == len({name for name, _ in pairs}) == len({y for _, y in pairs}):
-                continue
-            for name, label in sorted(pairs):
-                (other, where) = first.setdefault(name, (label, domain.name))
-                if other != label:
-                    raise UserError(
-                        f"The lists of {domain.name!r} give the folder {name!r} the label {label}, "
-                        f"and those of {where!r} the label {other}. One class needs one label in "
-                        "all domains: number the classes alike in every list."
-                    )

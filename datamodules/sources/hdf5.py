@@ -14,16 +14,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_lightning.accepted import PositiveInt
-from fl_lightning.datamodules.formats.file_index import Arrays, indexed, texts, texts_of
 from fl_lightning.datamodules.sources.file_data_module import (
+    Arrays,
     FileDataModule,
     Side,
     ascending,
-    missing_package,
-    no_class,
-    not_finite,
+    check_finite,
+    indexed,
+    indexed_side,
+    texts,
+    texts_of,
+    whole_labels,
 )
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, optional
 from fl_lightning.machine.processes import opened_in_each
 
 # The names of a client's datasets in the file, by kind.
@@ -81,8 +84,6 @@ class FromHDF5(FileDataModule):
         **arguments: Any,
     ) -> None:
         super().__init__(tests=tests, **arguments)
-        if (x is None) != (y is None):
-            raise UserError(f"data.x is {x!r} and data.y {y!r}: give both names, or neither.")
         self.paths = {"train": Path(train).expanduser()}
         for name, path in (("test", test), ("val", val)):
             if path is not None:
@@ -94,10 +95,8 @@ class FromHDF5(FileDataModule):
         self.length = length
 
     def read(self) -> tuple[Side, Side | None, Side | None]:
-        h5py()
-        for name, path in self.paths.items():
-            if not path.is_file():
-                raise UserError(f"data.{name} is {str(path)!r}, and there is no such file.")
+        for path in self.paths.values():
+            opened(path)  # names the file if it is not there
         self._files = list(self.paths.values())
         options: dict[str, Any] = {"reader": "hdf5", "x": self.x, "y": self.y, "group": self.group}
         options |= {"kind": self.kind, "length": self.length, "sides": sorted(self.paths)}
@@ -114,129 +113,80 @@ class FromHDF5(FileDataModule):
         like: dict[str, Any] = {}
         for side, (path, group) in found.items():
             made |= self._index_of(side, path, group, like)
-        (x, y, kind) = like["names"]
-        pad = like.get("pad", -1)
-        return {**made, "names": texts([x, y, kind]), "pad": np.array(pad)}
+        return {**made, "names": texts(like["names"]), "pad": np.array(like.get("pad", -1))}
 
     def _groups(self, side: str, path: Path) -> dict[str, tuple[Path, str]]:
-        """Return the group that holds the clients of each side, in one file."""
         file = opened(path)
-        if self.group is not None:
-            if self.group not in file:
-                raise UserError(
-                    f"The file {str(path)!r} has no group {self.group!r} (data.group); it has "
-                    f"{', '.join(file)[:200]}."
-                )
-            return {side: (path, self.group)}
-        if "examples" in file:
-            return {side: (path, "examples")}
+        if self.group is not None or "examples" in file:
+            return {side: (path, self.group or "examples")}
         partitions = [name for name in ("train", "test", "val") if name in file]
-        if side == "train" and "train" in partitions:
-            return {name: (path, name) for name in partitions if name not in self.paths} | {
-                "train": (path, "train")
-            }
-        if side in partitions:
-            return {side: (path, side)}
-        raise UserError(
-            f"The file {str(path)!r} has neither a group 'examples', as TFF's files, nor 'train', "
-            f"as pfl's; it has {', '.join(file)[:200]}. Give data.group, the group that holds the "
-            "clients."
-        )
+        if side not in partitions:
+            raise UserError(
+                f"The file {str(path)!r} has neither a group 'examples', as TFF's files, nor "
+                f"'train', as pfl's; it has {', '.join(file)[:200]}. Give data.group, the group "
+                "that holds the clients."
+            )
+        others = [name for name in partitions if side == "train" and name not in self.paths]
+        return {name: (path, name) for name in [*others, side]}
 
     def _index_of(self, side: str, path: Path, group: str, like: dict[str, Any]) -> Arrays:
         """Return names, numbers of samples and labels of one side's clients."""
         file = opened(path)
         if "pad" not in like and "metadata/pad_symbol" in file:
             like["pad"] = int(np.asarray(file["metadata/pad_symbol"]))
-        clients = file[group]
-        names = [name for name in clients if name != "metadata"]
-        names = [names[i] for i in ascending(names)]
-        if not names and not like:
-            raise UserError(f"The file {str(path)!r} has no clients in its group {group!r}.")
-        labels = [self._checked(clients, name, path, like) for name in names]
-        sizes = np.array([len(own) for own in labels], np.int64)
-        every = np.concatenate([*labels, np.zeros(0, np.int64)])
-        return {
-            f"{side} clients": texts(names),
-            f"{side} sizes": sizes,
-            f"{side} labels": every,
-            f"{side} place": texts([str(path), group]),
-        }
-
-    def _checked(
-        self, clients: Any, name: str, path: Path, like: dict[str, Any]
-    ) -> NDArray[np.int64]:
-        """Return a client's labels; errors of h5py become errors that name file and group."""
-        where = f"The file {str(path)!r}, group {clients.name.strip('/') + '/' + name!r}"
+        names = []
+        labels: list[NDArray[np.int64]] = []
         try:
-            return self._labels(clients[name], where, like)
+            names = [name for name in file[group] if name != "metadata"]
+            names = [names[i] for i in ascending(names)]
+            for name in names:
+                where = f"The file {str(path)!r}, group {f'{group}/{name}'!r}"
+                labels.append(self._labels(file[group][name], where, like))
         except UserError:
             raise
         except Exception as error:  # h5py raises many kinds of errors for damaged files
+            where = f"{group}/{names[len(labels)]}" if names else group
             raise UserError(
-                f"{where} cannot be read ({str(error)[:120]}): the file may be cut off; copy it "
-                "again."
+                f"The file {str(path)!r}, group {where!r} cannot be read ({str(error)[:120]}): the "
+                "file may be cut off; copy it again."
             ) from None
+        made = indexed_side(side, names, labels)
+        return {**made, f"{side} place": texts([str(path), group])}
 
     def _labels(self, client: Any, where: str, like: dict[str, Any]) -> NDArray[np.int64]:
         """Return a client's labels; refuse datasets that do not fit."""
         if "names" not in like:
             like["names"] = self._names(client, where)
         (x, y, kind) = like["names"]
-        for name in (x, y):
-            if name and name not in client:
-                raise UserError(
-                    f"{where} has no dataset {name!r}; it has {', '.join(client)[:200]}."
-                )
         rows = client[x]
         if kind == "snippets":
             # The windows of each snippet: its characters, a start and an end, cut into pieces.
             ends = [-(-(len(raw_of(one)) + 2) // (self.length + 1)) for one in rows[()]]
             return np.full(sum(ends), -1, np.int64)
-        shape = like.setdefault("shape", rows.shape[1:])
-        if rows.shape[1:] != shape:
-            raise UserError(
-                f"{where}: a row of {x!r} has the shape {rows.shape[1:]}, and {shape} in the first "
-                "client. All rows need the same shape."
-            )
         if len(rows) != len(client[y]):
             raise UserError(f"{where} has {len(rows)} rows of {x!r} and {len(client[y])} of {y!r}.")
+        # Bytes may be pictures, which are scaled.
+        form = (rows.shape[1:], rows.dtype == np.uint8, rows.dtype.kind)
+        first = like.setdefault("form", (form, rows.dtype))
+        if form != first[0]:
+            raise UserError(
+                f"{where}: {x!r} holds {rows.dtype} of the shape {form[0]}, and {first[1]} of the "
+                f"shape {first[0][0]} in the first client. All need the same, since the type says "
+                "how x is scaled."
+            )
         if kind == "tokens":
             return np.full(len(rows), -1, np.int64)
-        if rows.dtype.kind not in "iufb":
-            raise UserError(f"{where}: {x!r} holds {rows.dtype}, but x has to be numbers.")
-        if rows.dtype == np.uint8 and len(shape) == 3 and shape[2] > 4 and kind != "pixels":
+        if form[1] and len(form[0]) == 3 and form[0][2] > 4 and kind != "pixels":
             raise UserError(
-                f"{where}: {x!r} holds bytes of the shape {shape}, which are taken for pictures "
+                f"{where}: {x!r} holds bytes of the shape {form[0]}, which are taken for pictures "
                 "(height, width, channels), with 1 to 4 channels: store the channels last."
             )
-        first = like.setdefault("type", rows.dtype)
-        # Bytes may be pictures, which are scaled.
-        if first.kind != rows.dtype.kind or (first == np.uint8) != (rows.dtype == np.uint8):
-            raise UserError(
-                f"{where}: {x!r} holds {rows.dtype}, and {first} in the first client. All need the "
-                "same, since the type says how x is scaled."
-            )
+        check_finite(np.asarray(rows[()]), where)
         labels = np.asarray(client[y][()])
         labels = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
-        needed = f"the labels {y!r} have to be whole numbers from 0, one per row"
-        if labels.ndim != 1 or labels.dtype.kind not in "iubf":
-            raise UserError(f"{where}: {needed}, and are {labels.dtype} {labels.shape}.")
-        wrong = no_class(labels)
-        if wrong is not None:
-            raise UserError(f"{where}: {needed}, and row {wrong} has {labels[wrong]}.")
-        beyond = not_finite(np.asarray(rows[()]))
-        if beyond is not None:
-            raise UserError(
-                f"{where}: sample {beyond} of {x!r} has a number that is not finite in single "
-                "precision. Mend the sample, or leave it out."
-            )
-        return labels.astype(np.int64)
+        return whole_labels(labels, where)
 
     def _names(self, client: Any, where: str) -> tuple[str, str, str]:
-        """Return the names of x and y, and the kind."""
-        if not hasattr(client, "keys"):
-            raise UserError(f"{where} is not a group: each client needs a group with its datasets.")
         if self.x is not None and self.y is not None:
             return self.x, self.y, "arrays"
         for kind, (x, y) in NAMES.items():
@@ -248,19 +198,11 @@ class FromHDF5(FileDataModule):
         )
 
     def _side(self, index: Arrays, side: str) -> Side:
-        names = texts_of(index[f"{side} clients"])
+        names = texts_of(index[f"{side} names"])
         place = texts_of(index[f"{side} place"])
         kind = texts_of(index["names"])
         read = partial(x_of, place, names, kind, int(index["pad"]), self.length)
-        return Side.of_clients(names, index[f"{side} sizes"], read, index[f"{side} labels"])
-
-
-def h5py() -> Any:
-    try:
-        import h5py as package
-    except ImportError:
-        raise missing_package("h5py", "hdf5") from None
-    return package
+        return Side.of_index(index, side, read)
 
 
 # The open files of each process: a forked process opens its own.
@@ -273,18 +215,18 @@ def opened(path: Path) -> Any:
     Raises:
         UserError: it is not an HDF5 file, or is cut off.
     """
-    stat = path.stat()
-    key = (os.getpid(), f"{path} {stat.st_size} {stat.st_mtime_ns}")
-    if key not in _OPEN:
-        try:
-            _OPEN[key] = h5py().File(path, "r")
+    try:
+        stat = path.stat()
+        key = (os.getpid(), f"{path} {stat.st_size} {stat.st_mtime_ns}")
+        if key not in _OPEN:
+            _OPEN[key] = optional("h5py", "hdf5", "FromHDF5").File(path, "r")
             _keep_small(_OPEN[key])
             opened_in_each.add(os.path.realpath(path))
-        except OSError as error:
-            raise UserError(
-                f"The file {str(path)!r} cannot be read as HDF5 ({str(error)[:160]}): it may be "
-                "cut off; copy it again."
-            ) from None
+    except OSError as error:
+        raise UserError(
+            f"The file {str(path)!r} cannot be read as HDF5 ({str(error)[:160]}): give the right "
+            "path; a file may also be cut off: copy it again."
+        ) from None
     return _OPEN[key]
 
 

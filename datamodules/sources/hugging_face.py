@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,43 +13,170 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fl_lightning.accepted import NonNegativeInt, PositiveInt
+from fl_lightning.accepted import NonNegativeInt, PositiveFloat, PositiveInt
 from fl_lightning.datamodules.batches.sample_labels import some_of
-from fl_lightning.datamodules.formats.arrow_columns import (
-    check_numbers,
-    is_list,
-    is_numbers,
-    is_text,
-    leaf_of,
-)
-from fl_lightning.datamodules.formats.file_index import Arrays, indexed
-from fl_lightning.datamodules.formats.pictures import Mode, Pictures, check_normalised, size_of
-from fl_lightning.datamodules.formats.stored_rows import (
-    column_of,
-    distinct,
-    files_of_rows,
-    pieces_of,
-    plain,
-    row_of,
-    same,
-    splits_of,
-    transforms,
-)
-from fl_lightning.datamodules.formats.tables import refuse_answers, refuse_blanks, refuse_twice
-from fl_lightning.datamodules.formats.tokens import padded, tokenizer_of
+from fl_lightning.datamodules.formats.pictures import Mode, Pictures, Size
+from fl_lightning.datamodules.formats.tables import give_one, refuse_answers, require
+from fl_lightning.datamodules.formats.tokens import tokenizer_of
 from fl_lightning.datamodules.partitions.partition import Partition, own_or_grouped
-from fl_lightning.datamodules.sources.file_data_module import FileDataModule, Side, ascending
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.datamodules.sources.file_data_module import (
+    Arrays,
+    FileDataModule,
+    Side,
+    ascending,
+    indexed,
+)
+from fl_lightning.errors import UserError, optional, suggest
+
+SPLITS = ("train", "test", "validation", "valid", "val", "dev")
+# A file belongs to the split with which its name begins: "test-0", "test.parquet", "test00".
+OF_SPLIT = re.compile(rf"({'|'.join(SPLITS)})(?![A-Za-z])", re.IGNORECASE)
+# Rows that are checked at a time.
+PIECE = 10_000
+PARQUET = (".parquet", ".pq")
+# Files that save_to_disk writes besides the rows.
+STATE = ("dataset_info.json", "dataset_dict.json", "state.json")
+LARGEST = np.finfo(np.float32).max
+
+
+def files_of_rows(path: Path) -> list[Path]:
+    """Return the Parquet and Arrow files in a folder, or the file."""
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    return [one for one in files if one.suffix.lower() in (".arrow", *PARQUET)]
+
+
+def splits_of(data: Any, option: str = "data") -> dict[str, Any]:
+    """The splits of a data set, by name.
+
+    Raises:
+        UserError: it is not a data set, or cannot be read.
+    """
+    datasets = optional("datasets", "huggingface", "FromHuggingFace")
+    if isinstance(data, str | Path):
+        data = opened(Path(data).expanduser(), option)
+    if isinstance(data, datasets.Dataset):
+        return {"train": data}
+    if isinstance(data, dict):
+        return dict(data)
+    raise UserError(
+        f"data.{option} is of type {type(data).__name__}: give a Dataset or DatasetDict of the "
+        "library datasets, or the path of a folder or file."
+    )
+
+
+def opened(path: Path, option: str) -> Any:
+    """Open a folder of save_to_disk, or Parquet files by split, kept in the cache."""
+    datasets = optional("datasets", "huggingface", "FromHuggingFace")
+    files = [one for one in files_of_rows(path) if one.suffix.lower() in PARQUET]
+    parts: dict[str, list[str]] = {}
+    for file in files:
+        of = OF_SPLIT.match(file.name)
+        parts.setdefault(of.group().lower() if of else "train", []).append(str(file))
+    try:
+        if any((path / name).exists() for name in STATE):
+            return datasets.load_from_disk(str(path))
+        made = {split: datasets.Dataset.from_parquet(own) for split, own in parts.items()}
+    except Exception as error:  # the library and pyarrow raise many kinds of errors
+        cause = error.__cause__ or error
+        raise UserError(
+            f"data.{option} is {str(path)!r}, which cannot be read ({type(cause).__name__}: "
+            f"{str(cause)[:160]}): copy it again."
+        ) from None
+    if not made:
+        raise UserError(
+            f"data.{option} is {str(path)!r}, which was not written by save_to_disk and has no "
+            "Parquet files: give such a folder or file."
+        )
+    return made
+
+
+def transforms(rows: Any) -> bool:
+    """Return whether a data set changes its rows when they are read."""
+    return bool(getattr(rows, "format", {}).get("type") == "custom")
+
+
+def column_of(rows: Any, column: str) -> Any:
+    """Return a column of all rows as a pyarrow array; other columns are not read.
+
+    Lists of one value each become these values.
+    """
+    import pyarrow.compute as compute
+
+    values = rows.select_columns([column]).with_format("arrow")[:].column(column)
+    if not is_list(values.type):
+        return values
+    lengths = compute.list_value_length(values).to_numpy(zero_copy_only=False)
+    return compute.list_flatten(values) if (lengths == 1).all() else values
+
+
+def distinct(values: Any) -> tuple[list[str], NDArray[np.int64]]:
+    """Return a column's distinct values as texts, and the place of each row's value."""
+    encoded = values.dictionary_encode().unify_dictionaries().combine_chunks()
+    found = [str(value) for value in encoded.dictionary.to_pylist()]
+    return found, np.asarray(encoded.indices.to_numpy(), np.int64)
+
+
+def is_list(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def is_numbers(kind: Any) -> bool:
+    """Return whether a type is a number or a truth value."""
+    import pyarrow.types as types
+
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+
+
+def is_text(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    return bool(types.is_string(kind) or types.is_large_string(kind))
+
+
+def leaf_of(kind: Any) -> Any:
+    """Return the type of a column's values, within lists and extension types."""
+    while is_list(kind) or hasattr(kind, "storage_type"):
+        kind = kind.value_type if is_list(kind) else kind.storage_type
+    return kind
+
+
+def check_numbers(rows: Any, column: str, name: str, like: list[tuple[int, ...]]) -> None:
+    """Refuse a column whose rows are not all texts, or finite numbers in one shape.
+
+    Args:
+        name: the rows' name in an error.
+        like: the shape of the first row; empty before it.
+
+    Raises:
+        UserError: with the row.
+    """
+    stored = rows.select_columns([column]).with_format("numpy")
+    for first in range(0, len(rows), PIECE):
+        for row, value in enumerate(stored[first : first + PIECE][column], first):
+            x = np.asarray(value)
+            like += [] if like else [x.shape]
+            what = ""
+            if x.dtype.kind in "iufb" and not (np.abs(x.astype(np.float64)) <= LARGEST).all():
+                what = "is missing, or not finite in single precision"
+            elif x.dtype.kind == "O" or x.shape != like[0]:
+                what = f"is missing, or has another shape than the first row's {like[0]}"
+            if what:
+                raise UserError(
+                    f"Row {row} of {name} has {str(value)[:80]} in the column {column!r}, which "
+                    f"{what}: mend the row, or leave it out."
+                )
 
 
 class Rows(Dataset[Any]):
     """Rows as ``(x, y)``, each read on request."""
 
     def __init__(self, data: FromHuggingFace, rows: Any, targets: NDArray[Any], name: str) -> None:
-        columns = data._columns()
+        self.columns = data._columns()
         # A transform of the data set gets all columns, as it does without this reader.
-        self.rows = rows if transforms(rows) else plain(rows).select_columns(columns)
-        self.columns = columns
+        changed = transforms(rows)
+        self.rows = rows if changed else rows.with_format(None).select_columns(self.columns)
         self.targets = targets
         self.name = name
         self.pictures = data.pictures
@@ -60,42 +188,26 @@ class Rows(Dataset[Any]):
 
     def __getitem__(self, i: int) -> tuple[Tensor, Any]:
         y = self.targets[i]
-        label: Any = int(y) if self.targets.dtype.kind in "iu" else torch.tensor(y)
-        row = row_of(self.rows, int(i), self.name)
-        for column in self.columns:
-            if column not in row:
-                raise UserError(
-                    f"The transform of {self.name} makes no column {column!r} of row {i}; it makes "
-                    f"{', '.join(row)[:200]}. Give one of them as data.x, or mend the transform."
-                )
-        return self._x(i, [row[column] for column in self.columns]), label
-
-    def _x(self, i: int, values: list[Any]) -> Tensor:
-        (value, *others) = values
-        if others or isinstance(value, int | float):
-            return torch.tensor(self._numbers(i, values), dtype=torch.float32)
-        if isinstance(value, str):
-            tokens = self.tokenizer.pairs([(value,)], self.length)
-            return torch.from_numpy(padded(tokens, self.length)[0]).long()
-        if hasattr(value, "convert"):
-            pixels = self.pictures.array(value)
-            return self.pictures.tensor(pixels)
-        found = np.asarray(self._numbers(i, value))
-        if found.dtype.kind in "iub":
-            return torch.from_numpy(found.astype(np.int64))
-        return torch.from_numpy(found.astype(np.float32))
-
-    def _numbers(self, i: int, values: Any) -> Any:
-        """Return the numbers of a row; other values are an error."""
-        found = np.asarray(values)
-        if found.dtype.kind not in "iubf" or not np.isfinite(found).all():
+        try:
+            row = self.rows[int(i)]
+        except Exception as error:  # the library, PIL and transforms raise many kinds of errors
             raise UserError(
-                f"Row {i} of {self.name} has {str(values)[:80]!r} in {', '.join(self.columns)}, "
-                "which is neither finite numbers nor a text nor a picture: mend the row, or leave "
-                "it "
-                "out."
-            )
-        return values
+                f"Row {i} of {self.name} cannot be read ({type(error).__name__}: "
+                f"{str(error)[:120]}): mend the data or their transform, or leave the row out."
+            ) from error
+        x = self._x([row[column] for column in self.columns])
+        return x, int(y) if self.targets.dtype.kind in "iu" else torch.tensor(y)
+
+    def _x(self, values: list[Any]) -> Tensor:
+        (value, *others) = values
+        if isinstance(value, str):
+            return torch.from_numpy(self.tokenizer.table([values], self.length)[0]).long()
+        if others or isinstance(value, int | float):
+            return torch.tensor(values, dtype=torch.float32)
+        if hasattr(value, "convert"):
+            return self.pictures.tensor(self.pictures.array(value))
+        found = np.asarray(value)
+        return torch.from_numpy(found.astype(np.int64 if found.dtype.kind in "iub" else np.float32))
 
 
 class FromHuggingFace(FileDataModule):
@@ -103,10 +215,10 @@ class FromHuggingFace(FileDataModule):
 
     Args:
         data: a ``Dataset`` or ``DatasetDict``, a folder of ``save_to_disk``, or a file or folder
-            of Parquet or Arrow files, whose names begin with their split (``train-….parquet``,
+            of Parquet files, whose names begin with their split (``train-….parquet``,
             ``test.parquet``); files of other names are of the split ``train``.
-        x: a column of pictures, numbers, sequences of numbers or texts; or several columns of
-            numbers, which are joined.
+        x: a column of pictures, numbers, sequences of numbers or texts; several columns of numbers,
+            which are joined; or two columns of texts, which the tokenizer joins.
         y: the column to predict: class labels, whole numbers, or texts, which get numbers in
             ascending order of the training rows' values. Numbers with fractions stay float32.
         client: the column that names the clients, by name if it is a ``ClassLabel``; None:
@@ -136,9 +248,9 @@ class FromHuggingFace(FileDataModule):
         val: Any = None,
         classes: Sequence[str] | None = None,
         mode: Mode | None = None,
-        image_size: int | list[int] | None = None,
+        image_size: Size = None,
         mean: Sequence[float] = (),
-        std: Sequence[float] = (),
+        std: Sequence[PositiveFloat] = (),
         length: PositiveInt = 128,
         tokenizer: str | None = None,
         num_workers: NonNegativeInt = 0,
@@ -146,11 +258,7 @@ class FromHuggingFace(FileDataModule):
         num_clients: int | None = None,
         **arguments: Any,
     ) -> None:
-        if client is not None and partition is not None:
-            raise UserError(
-                f"data.client={client!r} names the client of each row, but data.partition splits "
-                "the rows again: give one of the two."
-            )
+        give_one({"client": client, "partition": partition})
         super().__init__(
             num_workers=num_workers,
             partition=own_or_grouped(partition, client, arguments),
@@ -160,20 +268,16 @@ class FromHuggingFace(FileDataModule):
         if isinstance(data, str | Path) and not Path(data).expanduser().exists():
             raise UserError(
                 f"data.data is {str(data)!r}, and there is no such file or folder. Nothing is "
-                "downloaded: give a folder of save_to_disk, or Parquet or Arrow files."
+                "downloaded: give a folder of save_to_disk, or Parquet files."
             )
-        check_normalised(mean, std)
         self.data = data
         self.x = list(x) if isinstance(x, tuple) else x
         refuse_answers(self._columns(), {"y": y, "client": client}, "data.x")
-        refuse_twice("data.x", self._columns())
-        if not self._columns():
-            raise UserError("data.x is empty: give a column, or several.")
         self.y = y
         self.client = client
         self.splits = {"train": train, "test": test, "val": val}
         self.classes = None if classes is None else list(classes)
-        self.pictures = Pictures(size_of(image_size), mode, tuple(mean), tuple(std))
+        self.pictures = Pictures.of(image_size, mode, mean, std)
         self.mean = self.pictures.mean
         self.std = self.pictures.std
         self.length = length
@@ -198,13 +302,12 @@ class FromHuggingFace(FileDataModule):
 
     def _look(self) -> Arrays:
         """Read the columns x of numbers and texts once, and refuse rows that do not fit."""
-        like: dict[str, list[int]] = {}
+        like: dict[str, list[tuple[int, ...]]] = {}
         for rows, name in self._rows:
             for column in [] if transforms(rows) else self._columns():
                 kind = leaf_of(rows.features.arrow_schema.field(column).type)
                 if is_numbers(kind) or is_text(kind):
-                    first = like.setdefault(column, [])
-                    check_numbers(pieces_of(rows, column), column, name, first)
+                    check_numbers(rows, column, name, like.setdefault(column, []))
         return {"rows": np.array([len(rows) for rows, _ in self._rows])}
 
     def _columns(self) -> list[str]:
@@ -250,12 +353,9 @@ class FromHuggingFace(FileDataModule):
 
     def _side(self, rows: Any, split: str) -> Side:
         name = f"the split {split!r}"
-        for column in [*self._columns(), self.y, *([self.client] if self.client else [])]:
-            if column not in rows.column_names:
-                raise UserError(
-                    f"There is no column {column!r} in {name}; it has "
-                    f"{', '.join(rows.column_names)[:300]}.{suggest(column, rows.column_names)}"
-                )
+        clients = [] if self.client is None else [self.client]
+        chosen = {"x": self._columns(), "y": [self.y], "client": clients}
+        require(rows.column_names, name, chosen)
         self._rows.append((rows, name))
         if transforms(rows):
             self._check_label_kept(rows, name)
@@ -265,51 +365,58 @@ class FromHuggingFace(FileDataModule):
         groups = np.zeros(len(targets), np.int64)
         names = ["all"]
         if self.client is not None:
-            found, codes = self._clients(rows, self.client, name)
-            refuse_blanks(found, f"Column {self.client!r} of {name}")
+            found, codes = self._named(rows, self.client, name)
             order = ascending(found)
             names = [found[i] for i in order]
-            places = np.empty(len(found), np.int64)
-            places[order] = np.arange(len(found))
-            groups = places[codes]
+            groups = np.argsort(order)[codes]
         return Side(names, groups, Rows(self, rows, targets, name))
 
-    def _clients(self, rows: Any, column: str, name: str) -> tuple[list[str], NDArray[np.int64]]:
-        """Return the clients' names, and the place of each row's; numbers of names are these
-        names, because another split may number them in another order.
+    def _named(self, rows: Any, column: str, name: str) -> tuple[list[str], NDArray[np.int64]]:
+        """Return the names in a column, and the place of each row's. A ``ClassLabel`` has its
+        names, which another split may number in another order.
         """
-        found, codes = distinct(self._present(rows, column, name))
+        values = self._present(rows, column, name)
         own = getattr(rows.features[column], "names", None)
-        if own:
-            numbers = np.array([int(one) for one in found], np.int64)
-            self._check_known(numbers[codes], column, name)
-            found = [str(own[number]) for number in numbers]
-        return found, codes
+        if not own:
+            return distinct(values)
+        codes = np.asarray(values.to_numpy(), np.int64)
+        unknown = np.flatnonzero(codes < 0)
+        if len(unknown):
+            raise UserError(
+                f"Column {column!r} of {name} has the label {codes[unknown[0]]} in row "
+                f"{unknown[0]}, which the library datasets gives to rows without a label: leave "
+                f"these {len(unknown)} rows out, or give another split."
+            )
+        used, places = np.unique(codes, return_inverse=True)
+        if column == self.y:
+            return list(map(str, own)), codes
+        return [str(own[number]) for number in used], places
 
     def _check_kinds(self, rows: Any, name: str) -> None:
         """Refuse columns x that hold neither numbers nor texts nor pictures."""
-        several = len(self._columns()) > 1
-        for column in self._columns():
-            kind = rows.features.arrow_schema.field(column).type
-            if several and (is_list(kind) or not is_numbers(kind)):
+        columns = self._columns()
+        schema = rows.features.arrow_schema
+        pair = len(columns) == 2 and is_text(schema.field(columns[0]).type)
+        for column in columns:
+            kind = schema.field(column).type
+            fits = is_text(kind) if pair else is_numbers(kind)
+            if len(columns) == 1:
+                picture = type(rows.features[column]).__name__ == "Image"
+                fits = picture or is_text(kind) or is_numbers(leaf_of(kind))
+            if not fits:
                 raise UserError(
-                    f"data.x names {len(self._columns())} columns, which are joined and each need "
-                    f"one number per row, but the column {column!r} of {name} holds {kind}: "
-                    "leave it out, or give it as the only column."
-                )
-            picture = type(rows.features[column]).__name__ == "Image"
-            if not is_numbers(leaf_of(kind)) and not is_text(kind) and not picture:
-                raise UserError(
-                    f"Column {column!r} of {name} holds {kind}, and x has to be numbers, texts or "
-                    "pictures: convert it, for example by cast_column."
+                    f"Column {column!r} of {name} holds {kind}, and x has to be a column of "
+                    "numbers, lists of numbers, texts or pictures, two columns of texts, or "
+                    "several columns with one number per row each: convert it, for example by "
+                    "cast_column."
                 )
 
     def _check_label_kept(self, rows: Any, name: str) -> None:
         """Refuse a transform that changes the labels: the split reads them without it."""
         for (i,) in some_of(len(rows)):
-            made = row_of(rows, int(i), name)
-            stored = plain(rows).select_columns([self.y])[int(i)][self.y]
-            if self.y in made and not same(made[self.y], stored):
+            made = rows[int(i)]
+            stored = rows.with_format(None).select_columns([self.y])[int(i)][self.y]
+            if self.y in made and not (np.asarray(made[self.y]) == np.asarray(stored)).all():
                 raise UserError(
                     f"The transform of {name} (with_transform or set_transform) changes the column "
                     f"{self.y!r}: row {i} has {stored!r}, and the transform makes "
@@ -323,14 +430,8 @@ class FromHuggingFace(FileDataModule):
         import pyarrow.compute as compute
 
         values = column_of(rows, column)
-        if pyarrow.types.is_nested(values.type) or pyarrow.types.is_decimal(values.type):
-            raise UserError(
-                f"Column {column!r} of {name} holds {values.type}: one whole number, float or text "
-                "per row is needed, to which cast_column converts it."
-            )
         fractions = pyarrow.types.is_floating(values.type)
-        missing = compute.is_null(values, nan_is_null=fractions)
-        row = compute.index(missing, True).as_py()
+        row = compute.index(compute.is_null(values, nan_is_null=fractions), True).as_py()
         if row >= 0:
             raise UserError(
                 f"Column {column!r} of {name} has no value in row {row}: fill it in, or leave "
@@ -339,40 +440,22 @@ class FromHuggingFace(FileDataModule):
         return values
 
     def _targets(self, rows: Any, name: str) -> NDArray[Any]:
-        """Return the labels, or the numbers to predict."""
         import pyarrow
 
-        values = self._present(rows, self.y, name)
-        own = getattr(rows.features[self.y], "names", None)
-        whole = pyarrow.types.is_integer(values.type)
-        fractions = pyarrow.types.is_floating(values.type)
-        numbers = (whole or fractions) and self.classes is None
-        if self.classes is None:
-            forms = {"labels with names": own, "whole numbers": whole, "fractions": fractions}
-            self._check_same_form(next((one for one in forms if forms[one]), "texts"), name)
-        if own:
-            codes = np.asarray(values.to_numpy(), np.int64)
-            self._check_known(codes, self.y, name)
-            if self.classes is None:
-                self._take_names(list(own), name)
-                return codes
-            texts = list(map(str, own))
-        elif numbers:
+        kind = leaf_of(rows.features.arrow_schema.field(self.y).type)
+        named = getattr(rows.features[self.y], "names", None)
+        fractions = pyarrow.types.is_floating(kind)
+        if self.classes is None and not named and (fractions or pyarrow.types.is_integer(kind)):
+            values = self._present(rows, self.y, name)
+            self._check_same_form("fractions" if fractions else "whole numbers", name)
             if fractions:
-                check_numbers([(0, values.combine_chunks())], self.y, name, [])
-                return np.asarray(values.to_numpy(), np.float32)
-            codes = np.asarray(values.to_numpy())
-            if int(codes.max(initial=0)) > np.iinfo(np.int64).max:
-                raise UserError(
-                    f"Column {self.y!r} of {name} has the number {codes.max()}, which is beyond 64 "
-                    "bits with a sign: number the classes from 0."
-                )
-            return codes.astype(np.int64)
-        else:
-            texts, codes = distinct(values)
-        refuse_blanks(sorted(texts), f"Column {self.y!r} of {name}")
+                check_numbers(rows, self.y, name, [])
+            return np.asarray(values.to_numpy(), np.float32 if fractions else np.int64)
+        texts, codes = self._named(rows, self.y, name)
+        if self.classes is None:
+            self._check_same_form("names", name)
         if not self.class_names:
-            self.class_names = self.classes or sorted(texts)
+            self.class_names = self.classes or (texts if named else sorted(texts))
         places = {one: place for place, one in enumerate(map(str, self.class_names))}
         of = np.array([places.get(text, -1) for text in texts], np.int64)
         unknown = np.flatnonzero(of[codes] < 0)
@@ -394,39 +477,9 @@ class FromHuggingFace(FileDataModule):
                 "cast it to one type in both (cast_column), or give data.classes."
             )
 
-    def _check_known(self, codes: NDArray[np.int64], column: str, name: str) -> None:
-        """Refuse −1, which the library writes if a label is not known."""
-        unknown = np.flatnonzero(codes < 0)
-        if len(unknown):
-            raise UserError(
-                f"Column {column!r} of {name} has the label {codes[unknown[0]]} in row "
-                f"{unknown[0]}, which the library datasets gives to rows without a label "
-                f"({len(unknown)} rows): leave these rows out, or give another split."
-            )
-
-    def _take_names(self, own: list[str], name: str) -> None:
-        """Keep the names of the classes; they have to equal those of the training rows."""
-        if self.class_names and list(self.class_names) != own:
-            raise UserError(
-                f"The classes of {name} are {', '.join(own)[:200]}, and those of the training rows "
-                f"{', '.join(self.class_names)[:200]}: give data.classes, by which all are "
-                "numbered."
-            )
-        self.class_names = own
-
-    def column_values(self, column: str) -> NDArray[np.float64]:
-        """Return a column's numbers in the training rows, for ``ByValue``."""
+    def column_values(self, column: str) -> NDArray[Any]:
+        """Return a column in the training rows, for ``ByValue``."""
         rows = splits_of(self.data)[str(self.splits["train"])]
-        if column not in rows.column_names:
-            raise UserError(
-                f"There is no column {column!r}; there are {', '.join(rows.column_names)[:300]}."
-                + suggest(column, rows.column_names)
-            )
-        values = self._present(rows, column, "the training rows").to_numpy()
-        try:
-            return np.asarray(values, np.float64)
-        except (TypeError, ValueError):
-            raise UserError(
-                f"Column {column!r} of the training rows has {str(values[0])[:60]!r}, which is not "
-                "a number: give another data.partition.column."
-            ) from None
+        require(rows.column_names, "the training split", {"partition.column": [column]})
+        values = self._present(rows, column, "the training rows")
+        return np.asarray(values.to_numpy(zero_copy_only=False))

@@ -1,12 +1,9 @@
-"""UCI HAR: six activities of thirty people, from a phone's motion sensors; each person is a
-client.
-"""
+"""UCI HAR: six activities of thirty people, by a phone's sensors; a person is a client."""
 
 from __future__ import annotations
 
 import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +34,6 @@ class HumanActivity(FederatedDataModule):
         features: ``"signals"``: the nine inertial signals ``(9, 128)``, each normalised by the
             training set's mean and deviation, from ``signals_train.npy`` or the official text
             files; ``"features"``: the 561 computed features.
-        augment: has to be False, because there is no augmentation of signals.
 
     The other arguments are those of ``MNIST``.
     """
@@ -52,17 +48,11 @@ class HumanActivity(FederatedDataModule):
     def __init__(
         self,
         root: str | Path = "data",
-        augment: bool = False,
         download: bool = False,
         features: Literal["signals", "features"] = "signals",
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
-        if augment:
-            raise UserError(
-                "HumanActivity's augment is true, but there is no augmentation of signals: give "
-                "false."
-            )
         self.root = Path(root)
         self.download = download
         self.features = features
@@ -93,15 +83,17 @@ class HumanActivity(FederatedDataModule):
             ) from error
 
     def load(self) -> None:
-        if not (self._folder / "train").is_dir():
+        try:
+            x, y, subjects = self._part("train")
+            x_test, y_test, _ = self._part("test")
+        except Exception as error:  # NumPy raises many kinds of errors for damaged files
             raise UserError(
-                f"data.root is {str(self.root)!r}, but {str(self._folder / 'train')!r} is not "
-                f"there: HumanActivity is expected as {FOLDER!r} with train/ and test/, each with "
-                "y_*.txt, subject_*.txt and Inertial Signals/. Give the right --data.root, or "
+                f"data.root is {str(self.root)!r}, where HumanActivity is expected as {FOLDER!r} "
+                "with train/ and test/, each with y_*.txt, subject_*.txt and Inertial Signals/ "
+                "(features='features' needs X_*.txt), and a file is missing or damaged "
+                f"({' '.join(str(error).split())[:200]}). Give the right --data.root, or "
                 "--data.download true to get the files."
-            )
-        x, y, subjects = self._part("train")
-        x_test, y_test, _ = self._part("test")
+            ) from error
         if self.features == "signals":
             mean = x.mean((0, 2), np.float64)
             std = x.std((0, 2), np.float64)
@@ -113,60 +105,19 @@ class HumanActivity(FederatedDataModule):
         self.test_set = TensorSamples(x_test, y_test)
 
     def _part(self, part: str) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-        """Return inputs, labels from 0, and subjects of ``"train"`` or ``"test"``, one per
-        window.
-        """
+        """Return inputs, labels from 0 and subjects of ``"train"`` or ``"test"``."""
         folder = self._folder / part
-        y = _read(folder / f"y_{part}.txt", lambda f: np.loadtxt(f, np.int64, ndmin=1)) - 1
-        subjects = _read(folder / f"subject_{part}.txt", lambda f: np.loadtxt(f, np.int64, ndmin=1))
-        compact = folder / "Inertial Signals" / f"signals_{part}.npy"
+        signals = folder / "Inertial Signals"
+        compact = signals / f"signals_{part}.npy"
+        y = np.loadtxt(folder / f"y_{part}.txt", np.int64, ndmin=1) - 1
+        subjects = np.loadtxt(folder / f"subject_{part}.txt", np.int64, ndmin=1)
         if self.features == "features":
-            first = folder / f"X_{part}.txt"
-            x = _read(first, lambda f: np.loadtxt(f, np.float32, ndmin=2))
-            shape: tuple[int, ...] = (561,)
+            x = np.loadtxt(folder / f"X_{part}.txt", np.float32, ndmin=2)
+        elif compact.is_file():
+            x = np.load(compact, allow_pickle=False)
         else:
-            shape = (9, 128)
-            if compact.is_file():
-                first = compact
-                x = _read(compact, lambda f: np.load(f, allow_pickle=False))
-            else:
-                first = folder / "Inertial Signals" / f"{CHANNELS[0]}_{part}.txt"
-                texts = [
-                    folder / "Inertial Signals" / f"{channel}_{part}.txt" for channel in CHANNELS
-                ]
-                signals = [
-                    _read(text, lambda f: np.loadtxt(f, np.float32, ndmin=2)) for text in texts
-                ]
-                lengths = [signal.shape for signal in signals]
-                wrong = [t for t, s in zip(texts, lengths, strict=True) if s != (len(y), 128)]
-                if wrong:
-                    raise _damaged(wrong[0], f"not {len(y)} lines of 128 numbers")
-                x = np.stack(signals, axis=1)
-        if x.shape != (len(y), *shape):
-            raise _damaged(first, f"shape {x.shape} instead of {(len(y), *shape)}")
-        if len(subjects) != len(y):
-            raise _damaged(
-                folder / f"subject_{part}.txt", f"{len(subjects)} lines for {len(y)} windows"
-            )
-        if y.min() < 0 or y.max() > 5:
-            raise _damaged(folder / f"y_{part}.txt", "labels other than 1 to 6")
+            texts = [signals / f"{channel}_{part}.txt" for channel in CHANNELS]
+            x = np.stack([np.loadtxt(text, np.float32, ndmin=2) for text in texts], axis=1)
+        if x.shape[1:] != self.shape_of_samples(features=self.features) or len(subjects) != len(y):
+            raise ValueError(f"{part}: x of shape {x.shape}, {len(subjects)} subjects, {len(y)} y")
         return x.astype(np.float32, copy=False), y, subjects
-
-
-def _read(path: Path, how: Callable[[Path], Any]) -> Any:
-    try:
-        return how(path)
-    except FileNotFoundError:
-        raise UserError(
-            f"The data file {str(path)!r} is not there: HumanActivity needs it. Give the right "
-            "--data.root, or --data.download true to get the files (features='features' needs "
-            "X_train.txt and X_test.txt)."
-        ) from None
-    except Exception as error:  # NumPy raises many kinds of errors for damaged files
-        raise _damaged(path, str(error)) from error
-
-
-def _damaged(path: Path, reason: str) -> UserError:
-    return UserError(
-        f"The data file {str(path)!r} is damaged ({reason[:120]}): delete it and get it again."
-    )

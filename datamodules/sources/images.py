@@ -1,8 +1,10 @@
-"""Image data sets through torchvision: MNIST, FashionMNIST, CIFAR10, CIFAR100, SVHN."""
+"""Image data sets through torchvision, and MedMNIST's files."""
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -11,15 +13,15 @@ import numpy as np
 import torch
 
 from fl_lightning.datamodules.base import FederatedDataModule
-from fl_lightning.datamodules.batches.crop_flip import CropFlip
+from fl_lightning.datamodules.batches.augmentations import CropFlip
 from fl_lightning.datamodules.batches.samples import TensorSamples
 from fl_lightning.errors import UserError
 from fl_lightning.introspection.papers import Paper
+from fl_lightning.sampling import generator
 
 
 class ImageDataModule(FederatedDataModule):
-    """Base class of image data sets: uint8 in memory, normalised per channel, and augmented
-    together.
+    """Base class of image data sets: uint8 in memory, normalised per channel.
 
     Args:
         root: the folder that holds the data set's own folder.
@@ -28,6 +30,8 @@ class ImageDataModule(FederatedDataModule):
             leaves out have these values. Or names, ``[crop, flip, randaugment]``, as in
             ``FederatedDataModule``.
         download: get the files first if they are missing.
+        mean, std: of the pixels in [0, 1], one number per channel, by which they are normalised;
+            None: the data set's own.
         arguments: those of ``FederatedDataModule``; without ``num_clients`` the partition's own
             number, else 100.
     """
@@ -40,31 +44,43 @@ class ImageDataModule(FederatedDataModule):
     crop = CropFlip(padding=4, flip=False)
     augment_by_default = False
     folder = ""
-    files: Sequence[str] = ()
+    of_torchvision = ""  # the name of torchvision's class
 
     def __init__(
         self,
         root: str | Path = "data",
         augment: bool | dict[str, Any] | list[str | dict[str, Any]] | None = None,
         download: bool = False,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
         **arguments: Any,
     ) -> None:
         named = list(augment) if isinstance(augment, list | tuple) else None
         super().__init__(augment=named, **arguments)
         self.root = Path(root)
         self.download = download
+        self.mean = self._per_channel("mean", mean) or self.mean
+        self.std = self._per_channel("std", std) or self.std
         if isinstance(augment, dict):
             self.augmentation = CropFlip.of(augment)
         elif named is None and (self.augment_by_default if augment is None else augment):
             self.augmentation = self.crop
 
-    def _open(self, train: bool, download: bool = False) -> Any:
-        """The torchvision dataset."""
-        raise NotImplementedError  # abstract: each torchvision class takes other arguments
+    def _per_channel(self, name: str, given: Sequence[float] | None) -> tuple[float, ...]:
+        if given is None:
+            return ()
+        channels = self.sample_shape[0] if self.sample_shape else len(given)
+        if len(given) != channels or (name == "std" and min(given) <= 0):
+            raise UserError(
+                f"data.{name} is {given}: give one number for each of the {channels} channels of "
+                f"{type(self).__name__}" + (", above 0." if name == "std" else ".")
+            )
+        return tuple(given)
 
-    def _broken(self) -> str | None:
-        """Return the first damaged file, or None."""
-        raise NotImplementedError  # abstract: each dataset has its own files and checksums
+    def _open(self, train: bool, download: bool = False) -> Any:
+        from torchvision import datasets
+
+        return getattr(datasets, self.of_torchvision)(self.root, train, download=download)
 
     def _samples(self, dataset: Any) -> TensorSamples:
         return TensorSamples(dataset.data, dataset.targets, self.scale, self.mean, self.std)
@@ -83,27 +99,16 @@ class ImageDataModule(FederatedDataModule):
             ) from error
 
     def load(self) -> None:
-        folder = self.root / self.folder
-        missing = [name for name in self.files if not (folder / name).is_file()]
-        if missing:
-            raise UserError(
-                f"data.root is {str(self.root)!r}, but {str(folder / missing[0])!r} is not there: "
-                f"{type(self).__name__} is expected as "
-                f"{self.folder + '/' if self.folder else ''}{{{', '.join(self.files)}}} in that "
-                "folder. Give the right --data.root, or --data.download true to get the files."
-            )
         try:
             self.train_set = self._samples(self._open(True))
             self.test_set = self._samples(self._open(False))
         except Exception as error:
-            # torchvision, pickle and SciPy raise many kinds of errors for damaged files.
-            name = self._broken()
-            file = f"A data file in {str(folder)!r}"
-            if name:
-                file = f"The data file {str(folder / name)!r}"
+            # torchvision, pickle and SciPy raise many kinds of errors for missing or damaged files.
+            reason = " ".join(repr(error).split())[:120]
             raise UserError(
-                f"{file} is damaged ({' '.join(str(error).split())[:120]}): delete it and get it "
-                "again, with --data.download true or by hand."
+                f"data.root is {str(self.root)!r}: {type(self).__name__} is expected in "
+                f"{str(self.root / self.folder)!r}, and its files are missing or damaged "
+                f"({reason}). Give the right --data.root, or --data.download true to get them."
             ) from error
 
 
@@ -119,34 +124,12 @@ class MNIST(ImageDataModule):
     mean = (0.1307,)
     std = (0.3081,)
     folder = "MNIST/raw"
-    files = (
-        "train-images-idx3-ubyte",
-        "train-labels-idx1-ubyte",
-        "t10k-images-idx3-ubyte",
-        "t10k-labels-idx1-ubyte",
-    )
-
-    def _open(self, train: bool, download: bool = False) -> Any:
-        from torchvision.datasets import MNIST
-
-        return MNIST(self.root, train=train, download=download)
+    of_torchvision = "MNIST"
 
     def _samples(self, dataset: Any) -> TensorSamples:
-        if len(dataset.data) != len(dataset.targets):
-            raise ValueError(f"{len(dataset.data)} images, {len(dataset.targets)} labels")
         return TensorSamples(
             dataset.data.unsqueeze(1), dataset.targets, self.scale, self.mean, self.std
         )
-
-    def _broken(self) -> str | None:
-        from torchvision.datasets.mnist import read_sn3_pascalvincent_tensor
-
-        for name in self.files:
-            try:
-                read_sn3_pascalvincent_tensor(str(self.root / self.folder / name))
-            except Exception:  # the reader checks little, so it fails in many ways
-                return name
-        return None
 
 
 class FashionMNIST(MNIST):
@@ -159,11 +142,7 @@ class FashionMNIST(MNIST):
     mean = (0.2860,)
     std = (0.3530,)
     folder = "FashionMNIST/raw"
-
-    def _open(self, train: bool, download: bool = False) -> Any:
-        from torchvision.datasets import FashionMNIST
-
-        return FashionMNIST(self.root, train=train, download=download)
+    of_torchvision = "FashionMNIST"
 
 
 class CIFAR10(ImageDataModule):
@@ -180,30 +159,11 @@ class CIFAR10(ImageDataModule):
     crop = CropFlip(padding=4, flip=True)
     augment_by_default = True
     folder = "cifar-10-batches-py"
-    files = (*[f"data_batch_{i}" for i in range(1, 6)], "test_batch", "batches.meta")
-
-    @staticmethod
-    def _kind() -> Any:
-        from torchvision.datasets import CIFAR10
-
-        return CIFAR10
-
-    def _open(self, train: bool, download: bool = False) -> Any:
-        return self._kind()(self.root, train=train, download=download)
+    of_torchvision = "CIFAR10"
 
     def _samples(self, dataset: Any) -> TensorSamples:
         images = torch.from_numpy(dataset.data.transpose(0, 3, 1, 2).copy())  # channels first
         return TensorSamples(images, dataset.targets, self.scale, self.mean, self.std)
-
-    def _broken(self) -> str | None:
-        from torchvision.datasets.utils import check_integrity
-
-        kind = self._kind()
-        sums = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
-        for name, md5 in sums:
-            if not check_integrity(str(self.root / self.folder / name), md5):
-                return str(name)
-        return None
 
 
 class CIFAR100(CIFAR10):
@@ -216,13 +176,7 @@ class CIFAR100(CIFAR10):
     mean = (0.5071, 0.4865, 0.4409)
     std = (0.2673, 0.2564, 0.2762)
     folder = "cifar-100-python"
-    files = ("train", "test", "meta")
-
-    @staticmethod
-    def _kind() -> Any:
-        from torchvision.datasets import CIFAR100
-
-        return CIFAR100
+    of_torchvision = "CIFAR100"
 
 
 class SVHN(ImageDataModule):
@@ -236,7 +190,6 @@ class SVHN(ImageDataModule):
     num_classes = 10
     mean = (0.4377, 0.4438, 0.4728)
     std = (0.1980, 0.2010, 0.1970)
-    files = ("train_32x32.mat", "test_32x32.mat")
 
     def _open(self, train: bool, download: bool = False) -> Any:
         from torchvision.datasets import SVHN
@@ -248,12 +201,122 @@ class SVHN(ImageDataModule):
             np.ascontiguousarray(dataset.data), dataset.labels, self.scale, self.mean, self.std
         )
 
-    def _broken(self) -> str | None:
-        from torchvision.datasets import SVHN
-        from torchvision.datasets.utils import check_integrity
 
-        for split in ("train", "test"):
-            _, name, md5 = SVHN.split_list[split]
-            if not check_integrity(str(self.root / name), md5):
-                return str(name)
-        return None
+class Digits(FederatedDataModule):
+    """1,797 grey images ``(1, 8, 8)`` of ten digits, with levels 0 to 16 (Alpaydin & Kaynak, 1998).
+
+    The test set is a fifth of each class, the same for every seed. ``root`` and ``download`` are
+    not needed: the images come with scikit-learn. ``augment``: random crops with padding 1, or
+    names as in ``FederatedDataModule``. The other arguments are those of ``MNIST``.
+    """
+
+    paper = Paper("alpaydin1998digits")
+    has_test_set = True
+    default_clients = 10
+    sample_shape = (1, 8, 8)
+    num_classes = 10
+    mean = (0.3053,)
+    std = (0.3760,)
+
+    def __init__(
+        self,
+        root: str | Path = "data",
+        augment: bool | list[str | dict[str, Any]] = False,
+        download: bool = False,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(augment=None if isinstance(augment, bool) else augment, **arguments)
+        if augment is True:
+            self.augmentation = CropFlip(padding=1, flip=False)
+
+    def load(self) -> None:
+        pixels, y = _table()
+        x = pixels.reshape(-1, *self.sample_shape)
+        test = np.zeros(len(y), dtype=bool)
+        for label in range(10):
+            members = generator(0, "digits-test", label).permutation(np.flatnonzero(y == label))
+            test[members[: round(len(members) / 5)]] = True
+        self.train_set = TensorSamples(x[~test], y[~test], 16.0, self.mean, self.std)
+        self.test_set = TensorSamples(x[test], y[test], 16.0, self.mean, self.std)
+
+
+class MedMNIST(FederatedDataModule):
+    """The 2-d sets of MedMNIST (Yang et al., 2023), such as PathMNIST, by their file.
+
+    x are pictures ``(1 or 3, size, size)``, (pixel / 255 − 0.5) / 0.5. y are classes; ChestMNIST's
+    are whole numbers ``(14,)``, one per finding, for a learner of your own.
+
+    Args:
+        path: the file, such as ``pathmnist.npz`` or ``pathmnist_64.npz``.
+    """
+
+    paper = Paper("yang2023medmnist")
+    default_clients = 100
+    mean = (0.5,)
+    std = (0.5,)
+
+    def __init__(self, path: str | Path, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.path = Path(path).expanduser()
+
+    @classmethod
+    def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
+        """Return ``(channels, size, size)``."""
+        pictures, _ = cls(arguments["path"])._arrays("val") if "path" in arguments else (None, None)
+        return None if pictures is None else pictures.shape[1:]
+
+    @classmethod
+    def classes_of_samples(cls, **arguments: Any) -> int | None:
+        """Return the number of classes; None with several labels per picture."""
+        labels = cls(arguments["path"])._arrays("train")[1] if "path" in arguments else None
+        return None if labels is None or labels.shape[1:] != (1,) else int(labels.max()) + 1
+
+    def load(self) -> None:
+        sides = {}
+        for split in ("train", "val", "test"):
+            pictures, labels = self._arrays(split)
+            of = pictures.shape[1]
+            self.mean, self.std = (0.5,) * of, (0.5,) * of
+            sides[split] = TensorSamples(pictures, labels, 255.0, self.mean, self.std)
+        self.train_set, self.val_set, self.test_set = sides.values()
+
+    def _arrays(self, split: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Return a split's pictures ``(N, channels, size, size)`` and labels ``(N, k)``."""
+        try:
+            with np.load(self.path, allow_pickle=False) as file:
+                pictures, labels = file[f"{split}_images"], file[f"{split}_labels"]
+        except Exception as error:  # NumPy and zipfile raise many kinds for damaged files
+            reason = " ".join(repr(error).split())[:120]
+            raise UserError(
+                f"data.path is {str(self.path)!r}, which cannot be read as a file of MedMNIST "
+                f"({reason}): give the .npz of one of its sets, such as pathmnist.npz."
+            ) from None
+        if pictures.ndim == 3:
+            pictures = pictures[..., None]
+        if pictures.ndim != 4 or pictures.shape[3] not in (1, 3):
+            raise UserError(
+                f"data.path is {str(self.path)!r}, whose pictures have the shape "
+                f"{pictures.shape[1:]}: give a 2-d set of MedMNIST."
+            )
+        return np.ascontiguousarray(pictures.transpose(0, 3, 1, 2)), labels
+
+
+def _table() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return the 64 levels of each image, and the digits.
+
+    The digits are read from scikit-learn's file, because importing scikit-learn takes as long as a
+    short run.
+    """
+    found = find_spec("sklearn")
+    folders = list(found.submodule_search_locations or []) if found is not None else []
+    paths = [Path(folder, "datasets", "data", "digits.csv.gz") for folder in folders]
+    for path in paths:
+        if path.is_file():
+            with gzip.open(path, "rt") as file:
+                table = np.loadtxt(file, delimiter=",")
+            return table[:, :-1].astype(np.uint8), table[:, -1].astype(int)
+    # Some versions of scikit-learn keep the file elsewhere.
+    from sklearn.datasets import load_digits
+
+    data, target = load_digits(return_X_y=True)
+    return data.astype(np.uint8), target

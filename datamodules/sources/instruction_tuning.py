@@ -1,6 +1,4 @@
-"""Instructions with their answers, and conversations, as tokens and a mask of the tokens to
-learn.
-"""
+"""Instructions with answers, and conversations, as tokens and a mask of those to learn."""
 
 from __future__ import annotations
 
@@ -16,15 +14,17 @@ from torch import Tensor
 
 from fl_lightning.accepted import AtLeast
 from fl_lightning.datamodules.base import FederatedDataModule
-from fl_lightning.datamodules.batches.biases import Bias
 from fl_lightning.datamodules.batches.samples import TensorSamples
-from fl_lightning.datamodules.formats.stored_rows import splits_of
 from fl_lightning.datamodules.formats.tokens import NO_TOKEN, Bytes, Folder, padded, tokenizer_of
 from fl_lightning.datamodules.partitions.partition import ByGroup, Partition, own_or_grouped
 from fl_lightning.datamodules.partitions.split import Split
-from fl_lightning.datamodules.sources.language_modelling import no_pixels
 from fl_lightning.errors import UserError
-from fl_lightning.evaluation.instruction_records import check_template, prompt_of, read_records
+from fl_lightning.evaluation.instruction_records import (
+    check_messages,
+    check_template,
+    prompt_of,
+    read_records,
+)
 
 Pair = tuple[list[int], list[bool]]  # tokens, and for each whether it is learned
 
@@ -59,23 +59,23 @@ class InstructionTuning(FederatedDataModule):
 
     Args:
         root: the folder that holds the files; None if ``train`` and ``test`` are records.
-        train, test: a file of JSON lines, or of one JSON list; a folder of ``save_to_disk`` of the
-            library ``datasets``; or the records themselves, a list of dicts or a ``Dataset`` whose
-            rows are dicts. ``train`` None: 360 small sums for a first try, and 40 others to test
-            on. ``input`` may be absent; ``response`` and ``answer`` stand for ``output``,
-            ``context`` for ``input``.
-        template: ``"alpaca"``, or a prompt with ``{instruction}`` and, if wanted, ``{input}``.
+        train, test: a file of JSON lines, or of one JSON list; or the records themselves, a list of
+            dicts or a ``Dataset`` of the library ``datasets``. ``train`` None: 360 small sums for a
+            first try, and 40 others to test on. ``input`` may be absent; ``response`` and
+            ``answer`` stand for ``output``, ``context`` for ``input``.
+        template: ``"alpaca"``, or a prompt with ``{instruction}``, ``{input}`` or both.
         length: tokens of a record; longer records are cut at the end, and left out if no token is
             left to learn.
         tokenizer: a local folder with a tokenizer of transformers, whose chat template is used for
             messages; None: the tokens are bytes.
+        bos: begin records with the tokenizer's token for the beginning of a text; None: if the
+            tokenizer puts one before a text. Messages have what the chat template writes.
         response_only: learn only answers; False: all tokens but the first.
         pack: join the training records of each client, in their order, and cut them into rows of
             ``length`` tokens; the last row may be shorter. No token of such a row is padding;
             positions continue, and a record can attend to the earlier records in its row. A sample
             is a row.
         group: the field that names the client; None: use a ``partition``.
-        augment, biases, download: have to be False and empty, because texts have none.
         arguments: as in ``FederatedDataModule``.
 
     Raises:
@@ -96,21 +96,17 @@ class InstructionTuning(FederatedDataModule):
         pack: bool = False,
         group: str | None = None,
         partition: Partition | None = None,
-        biases: Sequence[Bias] = (),
         batch_size: int | None = 16,
-        augment: bool = False,
-        download: bool = False,
         eval_batch_size: int | None = 16,
+        bos: bool | None = None,
         **arguments: Any,
     ) -> None:
         super().__init__(
             partition=own_or_grouped(partition, group, arguments),
-            biases=biases,
             batch_size=batch_size,
             eval_batch_size=eval_batch_size,
             **arguments,
         )
-        no_pixels("InstructionTuning", augment, biases, download)
         check_template("InstructionTuning", template)
         held_out = (self.val_fraction, self.client_test_fraction, self._test_clients, self._pooled)
         if pack and any(held_out):
@@ -126,6 +122,7 @@ class InstructionTuning(FederatedDataModule):
         self.template = template
         self.length = length
         self.tokenizer = tokenizer
+        self.bos = bos
         self.response_only = response_only
         self.pack = pack
         self.group = group
@@ -137,7 +134,7 @@ class InstructionTuning(FederatedDataModule):
         self.vocabulary: int | None = None
 
     def load(self) -> None:
-        self.encoder = tokenizer = tokenizer_of(self.tokenizer)
+        self.encoder = tokenizer = tokenizer_of(self.tokenizer, self.bos)
         train: Any = self.train
         test: Any = self.test
         if train is None:
@@ -199,16 +196,13 @@ class InstructionTuning(FederatedDataModule):
         texts: list[list[int]] = []
         targets: list[list[int]] = []
         groups: list[str] = []
-        every_group: dict[str, None] = {}
         for number, record in enumerate(records, 1):
             place = f"{name}, record {number},"
             tokens, learned = self._encoded(record, tokenizer, place)
             if not pack:
                 tokens, learned = tokens[: self.length], learned[: self.length]
-            if self.group is not None:
-                if self.group not in record:
-                    raise UserError(f"{place} has no {self.group!r}, which data.group names.")
-                every_group[str(record[self.group])] = None
+            if self.group is not None and self.group not in record:
+                raise UserError(f"{place} has no {self.group!r}, which data.group names.")
             wanted = [t if yes else NO_TOKEN for t, yes in zip(tokens, learned, strict=True)]
             # No token comes before the first one, so the first one is not predicted.
             if all(target == NO_TOKEN for target in wanted[1:]):
@@ -221,12 +215,6 @@ class InstructionTuning(FederatedDataModule):
             raise UserError(
                 f"{name} has no record with an answer within data.length {self.length} "
                 "tokens. Give a larger length, or other records."
-            )
-        if without := [group for group in every_group if group not in set(groups)]:
-            raise UserError(
-                f"{name}: the client {self.group}={without[0]!r} has no record with an answer "
-                f"within data.length {self.length} tokens. Give a larger length, or leave its "
-                "records out."
             )
         if left_out := len(records) - len(texts):
             warnings.warn(
@@ -242,19 +230,14 @@ class InstructionTuning(FederatedDataModule):
         return samples, groups
 
     def _records(self, given: Any) -> tuple[str, Sequence[Mapping[str, Any]]]:
-        """Return the name of records in messages, and the records."""
         if not isinstance(given, str | Path):
-            fits = len(given) and all(isinstance(record, Mapping) for record in given)
-            if not fits:
+            if not len(given) or not all(isinstance(record, Mapping) for record in given):
                 raise UserError(
                     "InstructionTuning's train and test are a file or a list of dicts "
-                    "{instruction, input, output} or {messages}, and here "
-                    + (f"one of them is {given!r}"[:120] + "." if len(given) else "it is empty.")
+                    f"{{instruction, input, output}} or {{messages}}, and one is {given!r:.100}."
                 )
             return "the list of records", given
         path = Path(given) if self.root is None else self.root / given
-        if path.is_dir():
-            return repr(str(path)), saved_rows(path)
         return repr(str(path)), read_records(path, "InstructionTuning")
 
     def _encoded(self, record: Mapping[str, Any], tokenizer: Bytes | Folder, place: str) -> Pair:
@@ -263,8 +246,8 @@ class InstructionTuning(FederatedDataModule):
             tokens, answers = conversation(record["messages"], tokenizer, place)
         else:
             prompt, output = prompt_of(record, self.template, place)
-            asked = tokenizer.whole(prompt).tolist()
-            answer = [*tokenizer.whole(output).tolist(), end_of(tokenizer)]
+            asked = [*tokenizer.start, *tokenizer.whole(prompt).tolist()]
+            answer = [*tokenizer.whole(output).tolist(), tokenizer.end_of_text()]
             tokens = asked + answer
             answers = [False] * len(asked) + [True] * len(answer)
         return tokens, answers if self.response_only else [True] * len(tokens)
@@ -281,53 +264,14 @@ def small_sums() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     for number in range(400):
         a, b = divmod(number, 20)
         answer = str(a + b)
-        record = {
-            "instruction": f"What is {a} + {b}?",
-            "output": answer,
-            "digits": len(answer),
-        }
+        record = {"instruction": f"What is {a} + {b}?", "output": answer, "digits": len(answer)}
         (test if number % 10 == 7 else train).append(record)
     return train, test
 
 
-def saved_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a folder that ``save_to_disk`` of the library ``datasets`` wrote.
-
-    Raises:
-        UserError: it is not such a folder, or the library is not installed.
-    """
-    found = splits_of(path, "train")
-    if len(found) > 1:
-        raise UserError(
-            f"{str(path)!r} holds the splits {', '.join(found)}: give one of them, such as "
-            f"{path.name}/{next(iter(found))}."
-        )
-    (rows,) = found.values()
-    return list(rows)
-
-
-def end_of(tokenizer: Bytes | Folder) -> int:
-    """Return the token that ends a text."""
-    number = tokenizer.end
-    if number is None:
-        raise UserError(
-            "data.tokenizer has no token for the end of a text (eos_token). Set one in its folder."
-        )
-    return number
-
-
 def conversation(messages: Any, tokenizer: Bytes | Folder, place: str) -> Pair:
-    """Return the tokens of a conversation; the assistant's words and their ends are to be
-    learned.
-    """
-    fits = isinstance(messages, list) and all(
-        isinstance(each, dict)
-        and isinstance(each.get("role"), str)
-        and isinstance(each.get("content"), str)
-        for each in messages
-    )
-    if not fits or not messages:
-        raise UserError(f"{place} has messages that are not a list of {{role, content}}.")
+    """Return a conversation's tokens; the assistant's words and their ends are learned."""
+    check_messages(messages, place)
     tokens: list[int] = []
     answers: list[bool] = []
     for k, message in enumerate(messages):
@@ -341,24 +285,16 @@ def conversation(messages: Any, tokenizer: Bytes | Folder, place: str) -> Pair:
 def _with_message(
     messages: list[dict[str, str]], before: list[int], tokenizer: Bytes | Folder, place: str
 ) -> tuple[list[int], int]:
-    """Return the tokens up to the last message, and where its words begin; ``before``: the
-    tokens without it.
-    """
-    last = messages[-1]
+    """Return tokens up to the last message, and where it begins; ``before``: without it."""
     rendered = tokenizer.chat(messages)
-    if rendered is None:
-        header = [*before, *tokenizer.whole(f"<|{last['role']}|>\n").tolist()]
-        words: NDArray[np.int32] = tokenizer.whole(last["content"])
-        return [*header, *words.tolist(), end_of(tokenizer)], len(header)
     if rendered[: len(before)] != before:
         raise UserError(
             f"{place} cannot be cut into messages: the tokenizer's chat template renders the first "
             f"{len(messages) - 1} of {len(messages)} messages differently if the last one follows. "
-            "Use "
-            "another template, or records of instructions."
+            "Use another template, or records of instructions."
         )
     header = before
-    if last["role"] == "assistant" and len(messages) > 1:
-        asked = tokenizer.chat(messages[:-1], asks=True) or []
+    if messages[-1]["role"] == "assistant":
+        asked = tokenizer.chat(messages[:-1], asks=True)
         header = asked if rendered[: len(asked)] == asked else before
     return rendered, max(len(header), len(before))

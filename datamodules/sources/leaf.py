@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,17 +16,72 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_lightning.accepted import PositiveInt
-from fl_lightning.datamodules.formats.file_index import Arrays, indexed, texts, texts_of
-from fl_lightning.datamodules.formats.leaf_json import User, users_of
 from fl_lightning.datamodules.formats.pictures import Pictures
-from fl_lightning.datamodules.formats.tokens import padded, tokenizer_of
+from fl_lightning.datamodules.formats.tokens import tokenizer_of
 from fl_lightning.datamodules.sources.file_data_module import (
-    SHOWN,
+    Arrays,
     FileDataModule,
     Side,
     ascending,
+    check_finite,
+    indexed,
+    indexed_side,
+    texts,
+    texts_of,
+    whole_labels,
 )
 from fl_lightning.errors import UserError
+
+DECODER = json.JSONDecoder()
+USER_DATA = re.compile(r'"user_data"\s*:\s*\{\s*')
+SEPARATOR = re.compile(r"\s*[:,]?\s*")
+
+
+@dataclass(frozen=True)
+class User:
+    """A user whose samples lie in the bytes ``start`` to ``stop`` of a file."""
+
+    where: str
+    name: str
+    samples: Any
+    start: int
+    stop: int
+
+
+def users_of(file: Path) -> Iterator[User]:
+    """Return the users of a file, in its order.
+
+    Raises:
+        UserError: the file is broken.
+    """
+    try:
+        text = file.read_bytes().decode("utf-8")
+        begin = USER_DATA.search(text)
+        if begin is None:
+            raise ValueError("it has no key user_data")
+        place = begin.end()
+        start = len(text[:place].encode())
+        while text[place : place + 1] != "}":
+            name, end = DECODER.raw_decode(text, place)
+            begins = _past(text, end)
+            samples, ends = DECODER.raw_decode(text, begins)
+            start += len(text[place:begins].encode())
+            stop = start + len(text[begins:ends].encode())
+            yield User(f"The file {str(file)!r}: user {name!r}", name, samples, start, stop)
+            place = _past(text, ends)
+            start = stop + len(text[ends:place].encode())
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"The file {str(file)!r} is broken ({str(error)[:160]}). The file may be cut off; copy "
+            "it again, or make it again with LEAF's scripts."
+        ) from None
+
+
+def _past(text: str, place: int) -> int:
+    found = SEPARATOR.match(text, place)
+    assert found is not None  # it matches nothing, too
+    return found.end()
+
 
 ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 PLACES = {letter: place for place, letter in enumerate(ALPHABET)}
@@ -38,89 +93,6 @@ CLASSES = {"femnist": 62}
 TEXT = 4
 
 
-@dataclass(frozen=True)
-class Kind:
-    """How samples of one kind become tensors."""
-
-    name: str
-    unknown: bool = False
-
-    def length(self, x: Any) -> int | None:
-        """Return the length of an x, if all have the same; None: they differ."""
-        return None if self.name in ("sent140", "celeba") else len(x)
-
-    def right(self, x: Any) -> bool:
-        """Return whether an x is of this kind."""
-        if self.name in ("femnist", "numbers"):
-            return isinstance(x, list) and (self.name == "numbers" or len(x) == 784)
-        if self.name == "sent140":
-            return isinstance(x, list) and len(x) > TEXT and isinstance(x[TEXT], str)
-        return isinstance(x, str)
-
-    def label(self, y: Any) -> int | None:
-        """Return the class of a y; None if y is not a class."""
-        if self.name == "shakespeare":
-            one = y if isinstance(y, str) and len(y) == 1 else ""
-            return PLACES.get(one, len(ALPHABET) if self.unknown and one else None)
-        if isinstance(y, list) and len(y) == 1:
-            (y,) = y
-        if isinstance(y, bool) or not isinstance(y, int | float) or y < 0 or y % 1:
-            return None
-        most = CLASSES.get(self.name, np.iinfo(np.int64).max)
-        return int(y) if y < most else None
-
-    def check(self, user: User, first: Any) -> NDArray[np.int64]:
-        """Return the labels of a user's samples, after checking that all are like the first
-        sample of the data.
-        """
-        if len(user.x) != len(user.y):
-            raise user.wrong(f"has {len(user.x)} x and {len(user.y)} y")
-        labels = []
-        for place, (x, y) in enumerate(zip(user.x, user.y, strict=True)):
-            if not self.right(x) or self.length(x) != self.length(first):
-                raise user.wrong(
-                    f"has a sample {place} whose x is of another kind or length than the first "
-                    f"sample's: it is {str(x)[:60]!r}"
-                )
-            label = self.label(y)
-            if label is None:
-                classes = CLASSES.get(self.name)
-                known = f" ({self.name} has the classes 0 to {classes - 1})" if classes else ""
-                if self.name == "shakespeare" and isinstance(y, str) and len(y) == 1:
-                    known = ": LEAF's alphabet lacks it (data.unknown=true makes it class 80)"
-                raise user.wrong(
-                    f"has a sample {place} whose y is {y!r}, which is not a class{known}"
-                )
-            labels.append(label)
-        if self.name in ("femnist", "numbers") and user.x:
-            self._check_finite(user)
-        return np.array(labels, np.int64)
-
-    def _check_finite(self, user: User) -> None:
-        for place, x in enumerate(user.x):
-            try:
-                found = np.asarray(x)
-                # NumPy makes numbers of texts such as "1", and tensors are not made of them.
-                number = found.dtype.kind not in "US"
-                finite = number and bool(np.isfinite(found.astype(np.float32)).all())
-            except (TypeError, ValueError, OverflowError):
-                finite = False
-            if not finite:
-                raise user.wrong(
-                    f"has a sample {place} with an x that is not a finite number: {_odd(x)[:60]}"
-                )
-
-
-def _odd(x: Any) -> str:
-    """Return the first part of an x that is not a finite number in single precision, as text."""
-    if isinstance(x, list):
-        parts = [odd for part in x if (odd := _odd(part))]
-        return parts[0] if parts else ""
-    if isinstance(x, int | float) and abs(x) <= float(np.finfo(np.float32).max):
-        return ""
-    return repr(x)
-
-
 def kind_of(x: Any) -> str:
     """Return the kind of data that has this x as its first."""
     if isinstance(x, str):
@@ -128,6 +100,44 @@ def kind_of(x: Any) -> str:
     if isinstance(x, list) and any(isinstance(part, str) for part in x):
         return "sent140"
     return "femnist" if isinstance(x, list) and len(x) == 784 else "numbers"
+
+
+def labels_of(user: User, kind: str, unknown: bool, like: list[int]) -> NDArray[np.int64]:
+    """Return the labels of a user's samples, after checking that all are of one kind.
+
+    Args:
+        unknown: characters outside of LEAF's alphabet are a class.
+        like: the length of the first x of the data; empty before it.
+    """
+    try:
+        x = user.samples["x"]
+        y = user.samples["y"]
+        if len(x) != len(y):
+            raise ValueError(f"{len(x)} x and {len(y)} y")
+        if kind == "sent140" and not all(isinstance(one[TEXT], str) for one in x):
+            raise ValueError(f"an x without a text in column {TEXT}")
+        if kind in ("celeba", "shakespeare") and not all(isinstance(one, str) for one in x):
+            raise ValueError("an x that is not a text")
+        if kind not in ("celeba", "sent140"):
+            like += [len(x[0])] if x and not like else []
+            other = [place for place, one in enumerate(x) if len(one) != like[0]]
+            if other:
+                raise ValueError(f"sample {other[0]} has another length than the first, {like[0]}")
+        if kind in ("femnist", "numbers") and x:
+            check_finite(np.array(x, np.float32), user.where)
+        if kind == "shakespeare":
+            return np.array(
+                [PLACES.get(one, len(ALPHABET)) if unknown else PLACES[one] for one in y]
+            )
+        return whole_labels(np.array(y).reshape(-1) if y else np.zeros(0), user.where)
+    except UserError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+        more = " (data.unknown=true makes other characters class 80)" * (kind == "shakespeare")
+        raise UserError(
+            f"{user.where} has samples that are not of kind={kind}: {type(error).__name__}: "
+            f"{str(error)[:160]}{more}. Mend the file, or make it again with LEAF's scripts."
+        ) from None
 
 
 class FromLEAF(FileDataModule):
@@ -202,30 +212,18 @@ class FromLEAF(FileDataModule):
     def read(self) -> tuple[Side, Side | None, Side | None]:
         sides = {side: sorted((self.path / side).glob("*.json")) for side in ("train", "test")}
         if not sides["train"]:
-            hint = ""
-            if any(self.path.glob("*.json")):
-                hint = f" Did you mean {str(self.path.parent)!r}?"
-            if any((self.path / "train").glob("*.gz")):
-                hint = " Its files are packed: unpack them (gunzip train/*.gz test/*.gz)."
             raise UserError(
                 f"data.path is {str(self.path)!r}, and there are no files train/*.json in it: give "
-                f"the folder in which LEAF's scripts wrote train and test, often data/.{hint}"
+                "the folder in which LEAF's scripts wrote train and test, often data/, with "
+                "unpacked files."
             )
         self._files = [*sides["train"], *sides["test"]]
-        for file in self._files:
-            if not file.is_file():
-                raise UserError(
-                    f"{str(file)!r} is not a file that can be read: it is a folder, or a link to a "
-                    "file that is not there. Remove it, or copy the file again."
-                )
         options = {"reader": "leaf", "kind": self.kind, "unknown": self.unknown}
         index = indexed(self.path, self._files, options, partial(self._index, sides), self.tell)
         name = str(texts_of(index["kind"])[0])
         if self.kind == "auto":
             self.tell(f"these are data of kind={name}, by their first sample")
-        for note in texts_of(index["notes"]):
-            self.tell(note)
-        self._open(name)
+        self._made = self._maker(name)
         if name == "femnist":
             self.class_names = [*map(str, range(10)), *map(chr, range(65, 91))]
             self.class_names += [*map(chr, range(97, 123))]
@@ -237,65 +235,52 @@ class FromLEAF(FileDataModule):
     def _index(self, sides: dict[str, list[Path]]) -> Arrays:
         """Return each user's place, number of samples and labels."""
         made: Arrays = {}
-        notes: list[str] = []
-        first: Any = None
-        kind = Kind(self.kind, self.unknown)
+        kind: str = self.kind
+        like: list[int] = []
         for side, files in sides.items():
-            seen: dict[str, Path] = {}
-            rows: list[tuple[int, int, int, int]] = []
-            labels: list[NDArray[np.int64]] = []
-            names: list[str] = []
+            found: dict[str, tuple[tuple[int, int, int], NDArray[np.int64]]] = {}
             for number, file in enumerate(files):
-                for user in users_of(file, notes):
-                    if user.name in seen:
-                        other = seen[user.name]
-                        where = "twice" if other == file else f"in {str(other)!r}, too"
-                        raise user.wrong(f"occurs {where}: one of the two would be lost")
-                    seen[user.name] = file
-                    if first is None and user.x:
-                        first = user.x[0]
-                        if self.kind == "auto":
-                            kind = Kind(kind_of(first), self.unknown)
-                    labels.append(kind.check(user, first))
-                    names.append(user.name)
-                    rows.append((number, user.start, user.stop, len(user.x)))
-            order = ascending(names)
-            made[f"{side} names"] = texts([names[i] for i in order])
-            made[f"{side} rows"] = np.array([rows[i] for i in order], np.int64).reshape(-1, 4)
-            parts = [labels[i] for i in order] or [np.zeros(0, np.int64)]
-            made[f"{side} labels"] = np.concatenate(parts)
-        if kind.name == "auto":
-            raise UserError(f"data.path is {str(self.path)!r}, whose files have no samples.")
-        return {**made, "kind": texts([kind.name]), "notes": texts(notes[:SHOWN])}
+                for user in users_of(file):
+                    if user.name in found:
+                        raise UserError(
+                            f"{user.where} occurs twice in {str(file.parent)!r}, and the samples "
+                            "of one of the two would be lost. Leave one of them out."
+                        )
+                    if kind == "auto" and isinstance(user.samples, dict) and user.samples.get("x"):
+                        kind = kind_of(user.samples["x"][0])
+                    labels = labels_of(user, kind, self.unknown, like)
+                    found[user.name] = ((number, user.start, user.stop), labels)
+            names = list(found)
+            names = [names[i] for i in ascending(names)]
+            made |= indexed_side(side, names, [found[name][1] for name in names])
+            made[f"{side} places"] = np.array([found[name][0] for name in names], np.int64)
+        return {**made, "kind": texts([kind])}
 
     def _side(self, index: Arrays, side: str) -> Side:
-        names = texts_of(index[f"{side} names"])
-        rows = index[f"{side} rows"]
         files = [file for file in self._files if file.parent.name == side]
-        read = partial(_x_of, files, rows, self._made)
-        return Side.of_clients(names, rows[:, 3], read, index[f"{side} labels"])
+        read = partial(_x_of, files, index[f"{side} places"], self._made)
+        return Side.of_index(index, side, read)
 
-    def _open(self, kind: str) -> None:
-        """Choose how an x becomes a tensor."""
+    def _maker(self, kind: str) -> Any:
+        if kind == "celeba" and self.images is None:
+            raise UserError(
+                "These are LEAF's CelebA data, whose samples are names of pictures: give "
+                "data.images, the folder that holds them (img_align_celeba)."
+            )
         if kind == "celeba":
-            if self.images is None:
-                raise UserError(
-                    "These are LEAF's CelebA data, whose samples are names of pictures: give "
-                    "data.images, the folder that holds them (img_align_celeba)."
-                )
             pictures = Pictures(size=(self.image_size, self.image_size), filter=None)
-            self._made: Any = partial(_picture, self.images, pictures)
-        elif kind == "sent140" and self._vocabulary is not None:
-            self._made = partial(_places, self._vocabulary, self.words)
-        elif kind == "sent140":
-            self._made = partial(_tokens, tokenizer_of(self.tokenizer), self.length)
-        else:
-            self._made = {"femnist": _grey, "shakespeare": _letters, "numbers": _numbers}[kind]
+            return partial(_picture, self.images, pictures)
+        if kind == "sent140" and self._vocabulary is not None:
+            return partial(_places, self._vocabulary, self.words)
+        if kind == "sent140":
+            return partial(_tokens, tokenizer_of(self.tokenizer), self.length)
+        return {"femnist": _grey, "shakespeare": _letters}.get(kind, _numbers)
 
 
-def _x_of(files: Sequence[Path], rows: NDArray[np.int64], made: Any, client: int) -> list[Tensor]:
-    """Return the x of a user's samples, read from its place in its file."""
-    (number, start, stop, _) = rows[client].tolist()
+def _x_of(
+    files: Sequence[Path], places: NDArray[np.int64], made: Callable[[Any], Tensor], client: int
+) -> list[Tensor]:
+    (number, start, stop) = places[client].tolist()
     with open(files[number], "rb") as file:
         file.seek(start)
         found = json.loads(file.read(stop - start))
@@ -315,7 +300,7 @@ def _letters(x: str) -> Tensor:
 
 
 def _tokens(tokenizer: Any, length: int, x: list[str]) -> Tensor:
-    return torch.from_numpy(padded(tokenizer.pairs([(x[TEXT],)], length), length)[0]).long()
+    return torch.from_numpy(tokenizer.table([(x[TEXT],)], length)[0]).long()
 
 
 def _places(vocabulary: dict[str, int], words: int, x: list[str]) -> Tensor:
@@ -323,28 +308,11 @@ def _places(vocabulary: dict[str, int], words: int, x: list[str]) -> Tensor:
     return torch.tensor(found + [len(vocabulary)] * (words - len(found)))
 
 
-def _picture(folder: Path, pictures: Pictures, x: str) -> Tensor:
-    file = folder / x
-    if not file.resolve().is_relative_to(folder.resolve()) or not file.is_file():
-        raise UserError(
-            f"A sample is the picture {x!r}, which is not in data.images={str(folder)!r}: give the "
-            "folder that holds the pictures."
-        )
-    return pictures.tensor(pictures.read(file))
+def _picture(folder: Any, pictures: Pictures, x: str) -> Tensor:
+    return pictures.tensor(pictures.read(folder / x))
 
 
 def _words_of(path: Path) -> dict[str, int]:
-    """Return the words of a vocabulary and their places."""
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"data.vocabulary is {str(path)!r}, which cannot be read as JSON ({error})."
-        ) from None
-    words = found.get("vocab") if isinstance(found, dict) else found
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise UserError(
-            f"data.vocabulary is {str(path)!r}: give a JSON file with a list of words, or with "
-            '{"vocab": [words]}.'
-        )
+    found = json.loads(path.read_text("utf-8"))
+    words = found["vocab"] if isinstance(found, dict) else found
     return {word: place for place, word in enumerate(words)}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,12 +14,13 @@ from numpy.typing import NDArray
 from fl_lightning.accepted import Above, Below, FiniteFloat, check
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.batches.samples import TensorSamples
-from fl_lightning.datamodules.formats.frames import located
 from fl_lightning.datamodules.formats.tables import (
     FileTable,
     all_but,
+    as_numbers,
     coded,
     codes,
+    give_one,
     labels,
     places_of,
     read_table,
@@ -28,32 +30,231 @@ from fl_lightning.datamodules.formats.tables import (
 )
 from fl_lightning.datamodules.loaders import say
 from fl_lightning.datamodules.partitions.client_tests import GroupTests
-from fl_lightning.datamodules.partitions.partition import ByGroup, Partition
-from fl_lightning.datamodules.sources.file_data_module import before_the_run
-from fl_lightning.datamodules.sources.table_columns import (
-    Encoding,
-    Kind,
-    as_names,
-    check_rule,
-    held_out,
-    read_joined,
-    refuse_both,
-    scaled,
-    single,
-    under,
-    without_gaps,
-)
+from fl_lightning.datamodules.partitions.partition import ByGroup, Indices, Partition
+from fl_lightning.datamodules.sources.file_data_module import first_read
 from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
 
+SMALL = 1e-9
+Kind = Literal["one-hot", "codes"]
+
+
+def read_joined(
+    paths: Mapping[str, Any], column: str, read: Callable[[Any, Sequence[str]], FileTable]
+) -> FileTable:
+    """Return a table per client as one, with a column of the clients' names.
+
+    Args:
+        read: returns a table; the second argument names columns that hold texts.
+
+    Raises:
+        UserError: their columns differ, or one has the name of the new one.
+    """
+    import pandas
+    import pyarrow
+
+    tables = [read(path, ()) for path in paths.values()]
+    first = tables[0]
+    for other in tables:
+        if other.columns != first.columns:
+            raise UserError(
+                f"{other.where} has the columns {', '.join(other.columns)[:200]}, and "
+                f"{str(first.path)!r} has {', '.join(first.columns)[:200]}: all need the same, in "
+                "the same order."
+            )
+    if column in first.columns:
+        raise UserError(
+            f"data.path gives a file per client, and {first.where} has a column {column!r}: name "
+            "the clients by this column, data.client, and give one file; or leave data.client out."
+        )
+    # Texts that look like numbers in one file are texts if another file has others.
+    texts = [table.texts() for table in tables]
+    if any(other != texts[0] for other in texts):
+        together = sorted(set().union(*texts))
+        tables = [read(path, together) for path in paths.values()]
+    whole = pandas.concat([table.frame for table in tables])
+    names = np.repeat(list(paths), [len(table.frame) for table in tables])
+    whole[column] = pandas.array(names.tolist(), dtype=pandas.ArrowDtype(pyarrow.string()))
+    return FileTable(Path(", ".join(str(table.path) for table in tables)), whole)
+
+
+def without_gaps(table: FileTable, used: Sequence[str], tell: Callable[[str], None]) -> FileTable:
+    """Return a table without the rows that lack a value in a column that is used."""
+    lack = table.frame[list(dict.fromkeys(used))].isna().any(axis=1)
+    if lack.any():
+        tell(f"{table.where}: {lack.sum()} of {len(lack)} rows lack a value, and are left out")
+    return replace(table, frame=table.frame[~lack])
+
+
+@dataclass
+class Encoding:
+    """Converts texts to numbers, by the categories of the training rows.
+
+    Args:
+        given: ``"one-hot"`` or ``"codes"`` for all columns of texts, or a kind by column; None:
+            texts are refused.
+        drop_first: leave out the first one-hot column of each.
+    """
+
+    given: Kind | Mapping[str, Kind] | None
+    drop_first: bool = False
+    categories: dict[str, list[str]] = field(default_factory=dict)
+
+    def kind(self, column: str) -> str | None:
+        """Return how a column is encoded, if it is."""
+        if isinstance(self.given, Mapping):
+            return self.given.get(column)
+        return self.given if column in self.categories else None
+
+    def learn(
+        self, table: FileTable, features: Sequence[str], rows: Indices, tell: Callable[[str], None]
+    ) -> None:
+        """Note the categories of the training rows."""
+        named = self.given if isinstance(self.given, Mapping) else {}
+        require(features, "x", {"encode": named})
+        for name in features:
+            if name in named or (isinstance(self.given, str) and name in table.texts()):
+                values = table.present(name)
+                _, self.categories[name] = codes(values.iloc[rows])
+                if name not in named:
+                    self._tell_of_numbers(table, name, values, tell)
+
+    def _tell_of_numbers(
+        self, table: FileTable, name: str, values: Any, tell: Callable[[str], None]
+    ) -> None:
+        """Report a column that became categories, although most of its values look like numbers."""
+        odd = np.flatnonzero(np.isnan(as_numbers(values)))
+        like_numbers = ~np.isnan(as_numbers(values.str.replace(",", ".")))
+        if len(odd) and 2 * like_numbers.sum() > len(values):
+            tell(
+                f"{table.has(name, int(odd[0]))}, which is not a number, so its "
+                f"{len(self.categories[name])} values are categories (data.encode): if it holds "
+                "numbers, write them with a point, and give the mark of a missing value as "
+                "data.missing_marks"
+            )
+
+    def names(self, features: Sequence[str]) -> list[str]:
+        """The columns of x."""
+        found = []
+        for name in features:
+            if self.kind(name) == "one-hot":
+                found += [f"{name}={one}" for one in self.categories[name][self.drop_first :]]
+            else:
+                found.append(name)
+        return found
+
+    def numbers(
+        self, table: FileTable, features: Sequence[str], tell: Callable[[str], None]
+    ) -> NDArray[np.float64]:
+        """x ``(N, columns)``."""
+        parts = []
+        for name in features:
+            kind = self.kind(name)
+            if kind is None:
+                parts.append(table.numbers([name]))
+                continue
+            count = len(self.categories[name])
+            places = places_of(table.present(name), self.categories[name])
+            places[places < 0] = count
+            unseen = int((places == count).sum())
+            if unseen:
+                tell(f"{table.where}: {unseen} values of {name!r} occur in no training row")
+            if kind == "codes":
+                parts.append(places[:, None].astype(np.float64))
+            else:
+                parts.append(places[:, None] == np.arange(self.drop_first, count))
+        return np.concatenate(parts, axis=1).astype(np.float64)
+
+
+def scaled(
+    x: NDArray[np.float64], groups: NDArray[np.int64], trained: Indices
+) -> NDArray[np.float64]:
+    """Return x ``(N, columns)`` as (x − mean) / (std + 1e-9) by each group's training rows, n − 1.
+
+    As in scikit-learn's StandardScaler, a column that is constant in these rows is not divided.
+
+    Args:
+        groups: group of each row ``(N,)``.
+        trained: positions of the training rows.
+    """
+    left = np.zeros(len(x), bool)
+    left[trained] = True
+    found = np.empty_like(x)
+    for group in np.unique(groups):
+        rows = groups == group
+        own = x[rows & left]
+        # Rows that belong to no training client are standardised by all training rows.
+        own = own if len(own) else x[left]
+        constant = (own == own[0]).all(axis=0)
+        spread = own.std(axis=0, ddof=1) + SMALL if len(own) > 1 else np.ones(x.shape[1])
+        found[rows] = (x[rows] - own.mean(axis=0)) / np.where(constant, 1, spread)
+    return found
+
+
+def single(
+    x: NDArray[np.float64], columns: Sequence[str], tell: Callable[[str], None]
+) -> NDArray[np.float32]:
+    """Return x ``(N, columns)`` as float32; a note says where whole numbers lose digits."""
+    found = x.astype(np.float32)
+    lost = (found != x) & (x % 1 == 0)
+    for column in np.flatnonzero(lost.any(axis=0)).tolist():
+        tell(
+            f"x is float32, which does not hold all digits of the column {columns[column]!r}, such "
+            f"as {x[lost[:, column].argmax(), column]:.0f}: give data.scale, or smaller numbers, "
+            "such as the days since the first"
+        )
+    return found
+
+
+def held_out(
+    test: Mapping[str, Any], y: NDArray[Any], groups: NDArray[np.int64]
+) -> tuple[Indices, Indices]:
+    """Return rows to train on and to test on in each group, by scikit-learn's train_test_split.
+
+    Raises:
+        UserError: a group is too small.
+    """
+    from sklearn.model_selection import train_test_split
+
+    share = float(test["share"])
+    seed = int(test.get("seed", 0))
+    trained = []
+    tested = []
+    for group in np.unique(groups):
+        rows = np.flatnonzero(groups == group)
+        _, counts = np.unique(y[rows], return_counts=True)
+        even = y[rows] if len(counts) > 1 and counts.min() > 2 else None
+        options = {"train_size": 1 - share, "test_size": share, "random_state": seed}
+        try:
+            left, held = train_test_split(rows, stratify=even, **options)
+        except ValueError as error:
+            raise UserError(
+                f"data.test's share is {share:g}: {len(rows)} rows of one client cannot be split "
+                f"so ({str(error)[:120]}). Give another share, or leave these rows out."
+            ) from None
+        trained.append(left)
+        tested.append(held)
+    return np.concatenate(trained), np.concatenate(tested)
+
+
 # If a target has more distinct whole numbers than this, a note says that they count as classes.
 MANY_CLASSES = 50
-CONTRADICTIONS = (
-    ("client", "partition", "whose each row is"),
-    ("above", "classes", "what the classes are"),
-    ("above", "regression", "whether the target is a class"),
-    ("classes", "regression", "whether the target is a class"),
-)
+
+
+def located(option: str, given: Any, root: str | Path | None) -> Path | Any:
+    """Return a table's path, below ``root`` if it is relative, or the frame given in its place.
+
+    Raises:
+        UserError: it is neither of the two.
+    """
+    if isinstance(given, str | Path):
+        return (Path() if root is None else Path(root).expanduser()) / Path(given).expanduser()
+    if hasattr(given, "columns") and hasattr(given, "to_numpy"):
+        return given
+    raise UserError(
+        f"data.{option} is of type {type(given).__name__}: give the path of a CSV or Parquet file, "
+        "or a frame of pandas or polars. Arrays go to InMemoryDataModule((x, y), …)."
+    )
 
 
 class FromTable(FederatedDataModule):
@@ -64,9 +265,10 @@ class FromTable(FederatedDataModule):
     ``regression``, is a float32 number. Nothing is scaled.
 
     Args:
-        path: the training data, ``.csv``, ``.csv.gz`` or ``.parquet``, or a frame of pandas or
-            polars; they are read by pandas and pyarrow (the extra ``tables``). The first line of a
-            CSV names its columns. ``{name: file}`` gives a file per client.
+        path: the training data, ``.csv``, ``.tsv`` (or ``.csv.gz``, ``.tsv.gz``) or ``.parquet``,
+            or a frame of pandas or polars; they are read by pandas and pyarrow (the extra
+            ``tables``). The first line of a CSV names its columns. ``{name: file}`` gives a file
+            per client.
         target: the column to predict.
         client: the column that names the clients; each name is one client. Clients are in ascending
             order, and ``client_names`` has their names. None: ``partition`` splits the rows.
@@ -79,7 +281,9 @@ class FromTable(FederatedDataModule):
             are the client's own test set as well. Other test rows belong only to the global test
             set.
         num_clients, partition: how to split; not used if ``client`` names a column.
-        separator: between a CSV's columns.
+        separator: between a CSV's columns; None: a tab in ``.tsv``, else a comma.
+        quotes: a cell may be in quotes, as in ``"a, b"``; False: a quote is a part of the text;
+            None: False if a tab is the separator, else True.
         classes: the target's values, in the order of their numbers; None: those of the training
             rows. Give it for files that lack a class which others have, as at sites.
         regression: y is the target's number, float32, even if all are whole numbers. False: whole
@@ -107,6 +311,8 @@ class FromTable(FederatedDataModule):
             has a label of the test data; the error names it.
     """
 
+    column_names: Sequence[str] = ()
+
     def __init__(
         self,
         path: str | Path | Any,
@@ -116,7 +322,7 @@ class FromTable(FederatedDataModule):
         test: float | str | Path | Any = None,
         num_clients: int | None = None,
         partition: Partition | None = None,
-        separator: str = ",",
+        separator: str | None = None,
         classes: Sequence[str | int] | None = None,
         regression: bool = False,
         encode: Kind | dict[str, Kind] | None = None,
@@ -127,46 +333,45 @@ class FromTable(FederatedDataModule):
         root: str | Path | None = None,
         above: FiniteFloat | None = None,
         scale: Literal["client", "all"] | None = None,
+        quotes: bool | None = None,
         **arguments: Any,
     ) -> None:
         if isinstance(path, Mapping):
             client = client or "client"
-        target, client, features = as_names(target, client, features)
-        given = {"client": client, "partition": partition, "above": above}
-        refuse_both({**given, "classes": classes, "regression": regression}, CONTRADICTIONS)
+        # A frame's columns may have numbers as names.
+        target = str(target)
+        client = None if client is None else str(client)
+        features = None if features is None else list(map(str, features))
+        give_one({"above": above, "classes": classes, "regression": regression or None})
+        give_one({"client": client, "partition": partition})
         refuse_answers(features or (), {"target": target, "client": client})
         refuse_twice("data.features", features or ())
         refuse_twice("data.classes", classes or ())
         # The column gives the number of clients, even if a config such as `base` has one.
         if client is not None:
             partition, num_clients = ByGroup(), None
-        if isinstance(test, (int, float)):
-            check("data.test", test, Annotated[float, Above(0), Below(1)])
-        elif isinstance(test, Mapping):
-            check_rule(test)
-        elif test is not None:
-            located("test", under(root, test))
+        share = test.get("share") if isinstance(test, Mapping) else test
+        if share is None or isinstance(share, (int, float)):
+            check("data.test", share, Annotated[float, Above(0), Below(1)] | None)
         super().__init__(num_clients=num_clients, partition=partition, **arguments)
         self._per_client = isinstance(path, Mapping)
         paths = path if isinstance(path, Mapping) else {"": path}
-        self._paths = {str(name): located("path", under(root, one)) for name, one in paths.items()}
+        self._paths = {str(name): located("path", one, root) for name, one in paths.items()}
         self.path = next(iter(self._paths.values()))
-        self.columns = None if columns is None else list(columns)
         self.encoding = Encoding(encode, drop_first)
         self.missing = missing
-        self.missing_marks = list(map(str, missing_marks))
         self.above = above
         self.scale = scale
         self.target = target
         self.client = client
         self.features = features
-        self.test = test if isinstance(test, Mapping) else under(root, test)
-        self.separator = separator
+        self.test = test
+        if share is test and test is not None and not isinstance(test, (int, float)):
+            self.test = located("test", test, root)
+        marks = list(map(str, missing_marks))
+        self._form = (separator, quotes, None if columns is None else list(columns), marks)
         self.classes = None if classes is None else [str(name) for name in classes]
         self.regression = regression
-        self.client_names: Sequence[str] = []
-        self.column_names: Sequence[str] = []
-        self.class_names: Sequence[str] = []
 
     @classmethod
     def own_clients(cls, **arguments: Any) -> bool:
@@ -180,58 +385,34 @@ class FromTable(FederatedDataModule):
         if features is not None and arguments.get("encode") is None:
             return (len(features),)
         # Encoded texts may become several columns.
-        data = cls._first_read(arguments)
+        data = first_read(cls, arguments)
         return None if data is None else (len(data.column_names),)
 
     @classmethod
     def classes_of_samples(cls, **arguments: Any) -> int | None:
         """Return the number of the training rows' classes; None if y are numbers to predict."""
-        data = None if arguments.get("regression") else cls._first_read(arguments)
+        data = None if arguments.get("regression") else first_read(cls, arguments)
         return len(data.class_names) or None if data is not None else None
-
-    @classmethod
-    def _first_read(cls, arguments: Mapping[str, Any]) -> FromTable | None:
-        """Return the table, read before the run; None if an argument is wrong, which the parser
-        reports.
-
-        Raises:
-            UserError: the file is wrong.
-        """
-        try:
-            data: FromTable = before_the_run(cls, arguments)
-        except Exception:  # arguments are not checked yet
-            return None
-        try:
-            data.load()
-        except UserError:
-            raise
-        except Exception:  # pyarrow raises many kinds
-            return None
-        return data
 
     @property
     def num_classes(self) -> int | None:
-        """Return the classes of the training file, even if all rows of one class are held out
-        to test on.
-        """
+        """Return the training file's number of classes, those of held-out rows too."""
         if self.classes is not None:
             return len(self.classes)
         self._ready()
         return len(self.class_names) or None
 
     def load(self) -> None:
-        table = self._read_training()
+        if self._per_client:
+            table = read_joined(self._paths, str(self.client), self._read)
+        else:
+            table = self._read(self.path)
         others = [name for name in (self.target, self.client) if name is not None]
         features = self.features
         if features is None:
             features = all_but(table.path, table.columns, others)
-        require(table, {"target": [self.target], "client": others[1:], "features": features})
-        if not features:
-            raise UserError(
-                f"{table.where} has no columns besides {', '.join(map(repr, others))}, so x is "
-                "empty: give it columns of numbers."
-            )
-        self.encoding.check(features)
+        chosen = {"target": [self.target], "client": others[1:], "features": features}
+        require(table.columns, table.where, chosen)
         table = self._without_gaps(table, [*features, *others])
         y, classes = self._targets(table)
         self.class_names = classes or []
@@ -239,40 +420,31 @@ class FromTable(FederatedDataModule):
             self.groups, self.client_names = codes(table.present(self.client))
         rows = self._rows(y)
         self.encoding.learn(table, features, rows[0], self.tell)
-        x = self.encoding.numbers(table, features, self.tell)
         self.column_names = self.encoding.names(features)
         if not self.column_names:
             raise UserError(
-                f"{table.where}: data.drop_first leaves out the only value of "
-                f"{', '.join(features)[:200]}, so x is empty: give drop_first=False, or more "
-                "columns."
+                f"{table.where} leaves no columns for x besides {', '.join(map(repr, others))}: "
+                "give it columns of numbers, or texts of several values with data.encode."
             )
+        x = self.encoding.numbers(table, features, self.tell)
         self._table = (table, rows[0])
-        if not isinstance(self.test, (int, float, Mapping)) and self.test is not None:
+        if self.test is not None and not isinstance(self.test, (int, float, Mapping)):
             self._with_file(table, features, x, y, classes)
             return
         if self.scale is not None:
-            x = scaled(x, self._scaled_by(len(y)), rows[0], self.tell)
+            x = scaled(x, self._scaled_by(len(y)), rows[0])
         self._set_rows(single(x, self.column_names, self.tell), y, *rows)
 
     def tell(self, text: str) -> None:
         say(self.trainer, text)
 
     def _read(self, path: Path | Any, texts: Sequence[str] = ()) -> FileTable:
-        return read_table(path, self.separator, self.columns, self.missing_marks, texts)
-
-    def _read_training(self) -> FileTable:
-        """Return the training file, or all clients' files, as one table."""
-        if not self._per_client:
-            return self._read(self.path)
-        assert self.client is not None
-        return read_joined(self._paths, self.client, self._read)
+        return read_table(path, *self._form, texts)
 
     def _without_gaps(self, table: FileTable, used: list[str]) -> FileTable:
         return without_gaps(table, used, self.tell) if self.missing == "drop" else table
 
     def _targets(self, table: FileTable) -> tuple[NDArray[Any], list[str] | None]:
-        """Return y ``(N,)``, and the classes' names."""
         if self.above is not None:
             exceeds = table.target_numbers(self.target) > self.above
             return exceeds.astype(np.int64), ["0", "1"]
@@ -285,7 +457,6 @@ class FromTable(FederatedDataModule):
         return coded(table, self.target, self.classes, "data.classes"), self.classes
 
     def _scaled_by(self, rows: int) -> NDArray[np.int64]:
-        """Return the group by whose mean and deviation each row is scaled."""
         if self.scale == "client" and self.groups is None:
             raise UserError(
                 "data.scale is 'client', and data.client names no column of clients: give the "
@@ -295,7 +466,6 @@ class FromTable(FederatedDataModule):
         return np.asarray(self.groups) if by_client else np.zeros(rows, np.int64)
 
     def _rows(self, y: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return rows to train on and to test on."""
         if isinstance(self.test, Mapping):
             groups = np.zeros(len(y), np.int64) if self.groups is None else self.groups
             return held_out(self.test, y, groups)
@@ -311,9 +481,8 @@ class FromTable(FederatedDataModule):
         y: NDArray[Any],
         classes: list[str] | None,
     ) -> None:
-        """Make this table the training set, and the file ``test`` the test set."""
-        other = self._read(located("test", self.test), sorted(table.texts()))
-        require(other, {"target": [self.target], "features": features})
+        other = self._read(self.test, sorted(table.texts()))
+        require(other.columns, other.where, {"target": [self.target], "features": features})
         named = self.client is not None and self.client in other.columns
         used = [*features, self.target, *([str(self.client)] if named else [])]
         other = self._without_gaps(other, used)
@@ -328,12 +497,12 @@ class FromTable(FederatedDataModule):
                 tests = np.full(len(held), -1) if of_tests is None else of_tests
             whole = np.concatenate([x, held])
             of = np.concatenate([groups, tests])
-            (x, held) = np.split(scaled(whole, of, np.arange(len(x)), self.tell), [len(x)])
+            (x, held) = np.split(scaled(whole, of, np.arange(len(x))), [len(x)])
         rounded = single(np.concatenate([x, held]), self.column_names, self.tell)
         self.train_set = TensorSamples(rounded[: len(x)], y)
         tested = self._targets(other)[0] if self.above is not None else None
         if tested is None:
-            tested = coded(other, self.target, classes)
+            tested = coded(other, self.target, classes, "the training data")
         self.test_set = TensorSamples(rounded[len(x) :], tested)
         if of_tests is not None:
             assert self.groups is not None
@@ -343,7 +512,7 @@ class FromTable(FederatedDataModule):
     def column_values(self, column: str) -> NDArray[np.float64]:
         """Return a column's numbers in the training rows, for ``ByValue``."""
         table, rows = self._table
-        require(table, {"partition.column": [column]})
+        require(table.columns, table.where, {"partition.column": [column]})
         remedy = "convert the column to numbers, or give another data.partition.column"
         found: NDArray[np.float64] = table.numbers([column], remedy)[rows, 0]
         return found
@@ -358,11 +527,10 @@ class FromTable(FederatedDataModule):
                 f"data.target={self.target!r}: {len(names)} whole numbers in {rows} rows are taken "
                 f"for classes ({names[0]} is class 0, {names[-1]} class {len(names) - 1}); where "
                 "it is an amount, data.regression=true makes y the number itself, and where they "
-                "are classes, data.classes names them",
+                "are classes, data.classes names them"
             )
 
     def _say_of_nobodys_rows(self, table: FileTable, of_tests: NDArray[np.int64]) -> None:
-        """Report how many test rows belong to no client that trains."""
         assert self.client is not None
         nobodys = table.frame[self.client][of_tests < 0]
         if len(nobodys):
@@ -370,18 +538,12 @@ class FromTable(FederatedDataModule):
             self.tell(
                 f"{table.where}: {len(nobodys)} of {len(of_tests)} rows to test on are of no "
                 f"client of the training data (column {self.client!r}: "
-                f"{', '.join(names)[:100]}), and are tested on in common alone",
+                f"{', '.join(names)[:100]}), and only the common test uses them"
             )
 
     @staticmethod
     def _share(rows: int, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the rows of a share to test on, and the other rows."""
         count = math.floor(share * rows + 0.5)
-        if not 0 < count < rows:
-            raise UserError(
-                f"data.test={share:g} leaves {count} of {rows} rows to test on, and the others "
-                "to train on: give a share that leaves both some."
-            )
         shuffled = generator(0, "rows to test on").permutation(rows)
         return np.sort(shuffled[count:]), np.sort(shuffled[:count])
 
@@ -392,7 +554,6 @@ class FromTable(FederatedDataModule):
         trained: NDArray[np.int64],
         tested: NDArray[np.int64],
     ) -> None:
-        """Train on some rows, and test on others."""
         self.train_set = TensorSamples(x[trained], y[trained])
         if not len(tested):
             return

@@ -1,4 +1,6 @@
-"""Pages that are written at each build: every public name, every packaged config."""
+"""Pages that are written at each build: every public name, every packaged config, and what
+leaves a site.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from sphinx.util.inspect import signature as signature_of
 from sphinx.util.inspect import stringify_signature
 
 from fl_lightning import FederatedCallback, systems
+from fl_lightning.deploy import what_leaves
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,7 +77,7 @@ PAGES = {
             "fl_lightning.sampling.generator",
             "fl_lightning.metrics.higher_is_better",
             "fl_lightning.evaluation.evaluator.Evaluator",
-            "fl_lightning.evaluation.measured_samples.samples_of",
+            "fl_lightning.evaluation.evaluator.samples_of",
             "fl_lightning.evaluation.measurement.Measurement",
         ],
     ),
@@ -85,6 +88,9 @@ GROUPS = {
     "system": "Simulated devices: after a method.",
     "method": "Methods: after a data config; each sets every key that belongs to methods.",
     "data": "Data, each with a small network that fits.",
+    "recipe/flsimulator": "FL-Simulator's runs, each whole. `ri` is an addition to one.",
+    "recipe/pfllib": "PFLlib's run; a method after it replaces FedAvg.",
+    "recipe/flowertune": "FlowerTune's four tasks; three of them are additions to `general`.",
     "split": "Other tools' splits: after a data config.",
     "model": "Networks, for any data.",
     "trainer": "Machines.",
@@ -152,11 +158,22 @@ def study(path: Path) -> str:
     return re.sub(r"(!\[[^]]*\]\()(?!https?:)", r"\1../../../studies/", text)
 
 
-def link_studies(app: Any, page: str, source: list[str]) -> None:
-    """Links of other pages to those of studies/."""
+# A source that pages link to, and the page that the site makes of it. Without the site the link
+# leads to the source.
+MADE_FROM = {
+    "examples/README.rst": "gallery/index.rst",
+    "fl_lightning/callback.py": "api/core.rst",
+    "fl_lightning/deploy/what_leaves.py": "what_leaves.md",
+    "studies/": "studies/",
+}
+
+
+def link_generated(app: Any, page: str, source: list[str]) -> None:
+    """Lead links to sources to the pages that the site makes of them."""
     if not page.startswith("generated/"):
-        to_them = r"\]\(((?:\.\./)*)\.\./studies/"
-        source[0] = re.sub(to_them, r"](\1generated/studies/", source[0])
+        for path, made in MADE_FROM.items():
+            to_it = rf"\]\(((?:\.\./)*)\.\./{re.escape(path)}"
+            source[0] = re.sub(to_it, rf"](\1generated/{made}", source[0])
 
 
 def write(path: Path, text: str) -> None:
@@ -173,6 +190,7 @@ def write_pages(app: Any) -> None:
     for group, says in GROUPS.items():
         write(folder / "configs" / f"{group or 'base'}.md", configs_of(group, says))
     write(folder / "configs" / "experiment.md", experiments())
+    write(folder / "what_leaves.md", f"# What leaves a site\n\n{what_leaves.listed()}\n")
     for path in sorted((ROOT / "studies").glob("*.md")):
         write(folder / "studies" / path.name, study(path))
 
@@ -198,7 +216,7 @@ def own_signature(
 
 def setup(app: Any) -> dict[str, Any]:
     app.connect("builder-inited", write_pages)
-    app.connect("source-read", link_studies)
+    app.connect("source-read", link_generated)
     app.connect("autodoc-process-signature", own_signature)
     app.connect("autodoc-process-docstring", keep_colons, priority=900)
     return {"parallel_read_safe": True}

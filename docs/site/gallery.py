@@ -31,6 +31,7 @@ NAMES = [
     "text_with_lora",
     "submodels",
     "drift_pictured",
+    "graphs_pictured",
     "landscape",
     "personal_models",
     "attack_and_defence",

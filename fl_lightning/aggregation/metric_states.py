@@ -45,17 +45,14 @@ class MetricStates:
 
 
 def metrics_of(learner: nn.Module) -> list[Metric]:
-    """Return the metrics in a learner, in the order of its modules."""
     return [module for module in learner.modules() if isinstance(module, Metric)]
 
 
 def tells_mode(learner: nn.Module) -> bool:
-    """Return whether any of the learner's metrics has ``higher_is_better``."""
     return any(isinstance(metric.higher_is_better, bool) for metric in metrics_of(learner))
 
 
 def alone(states: MetricStates | None) -> dict[str, Tensor]:
-    """Return a client's own values of metrics whose states cannot be merged."""
     return {} if states is None else states.alone
 
 
@@ -81,7 +78,6 @@ def by_value(value: Any) -> Any:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Return whether an attribute has the same value earlier and later."""
     # Metrics set some attributes only at their first update, such as the number of classes.
     if one is None:
         return True
@@ -98,9 +94,7 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def counting_outside(metrics: list[Metric], before: list[dict[str, Any]]) -> dict[int, str]:
-    """Return the first attribute outside its states that a metric changed, by the metric's
-    place.
-    """
+    """First attribute outside its states that a metric changed, by the metric's place."""
     counters: dict[int, str] = {}
     for j, metric in enumerate(metrics):
         attributes = outside(metric)
@@ -130,10 +124,7 @@ def check_reset(learner: nn.Module, metric: Metric, name: str, before: dict[str,
 def taken(
     learner: nn.Module, metrics: list[Metric], names: dict[str, int], before: list[dict[str, Any]]
 ) -> MetricStates:
-    """Return copies of the states of those metrics that were updated.
-
-    ``before``: the attributes that each metric had outside its states at first.
-    """
+    """States of metrics that were updated; ``before``: their attributes outside at first."""
     for module in learner.modules():
         # In a collection, metrics with equal states share those of the first. Asking for all
         # metrics makes the others refer to these states.
@@ -160,7 +151,6 @@ def taken(
 
 
 def copied(metric: Metric, device: str | None = None) -> Values:
-    """Return a metric's states by value."""
 
     def by_value(value: Any) -> Any:
         if isinstance(value, list):
@@ -195,16 +185,13 @@ def refuse_samples(learner: nn.Module, states: MetricStates) -> None:
 
 
 def _grows(metric: Metric, state: str) -> bool:
-    """Return whether a state of a metric has more values with each sample."""
     is_list = isinstance(metric._defaults[state], list)
     return is_list or metric._reductions[state] is dim_zero_cat
 
 
 @contextmanager
 def kept(metrics: list[Metric]) -> Iterator[None]:
-    """Restore metrics afterwards, so that a gradient for another purpose than the step's is not
-    counted.
-    """
+    """Restore metrics afterwards: a gradient for another purpose must not be counted."""
     snapshots: list[dict[str, Any]] = []
     for metric in metrics:
         snapshot = {**outside(metric), **copied(metric)}
@@ -271,7 +258,6 @@ def merged_into(
 
 
 def _merge(metric: Metric, states: list[tuple[int, Values]]) -> None:
-    """Put clients' states into a metric; without any, leave it as it is."""
     if not states:
         return
     metric._update_count = sum(count for count, _ in states)
@@ -312,7 +298,6 @@ def uncomputed(learner: nn.Module, name: str, metric: Metric, error: Exception) 
 
 
 def logged_in(learner: nn.Module, of_clients: dict[int, MetricStates]) -> list[Metric]:
-    """Return the learner's metrics that clients' steps logged."""
     metrics = metrics_of(learner)
     places: set[int] = set()
     for own in of_clients.values():

@@ -87,9 +87,7 @@ class TreeSum(Generic[Some]):
 
 
 def _merge(a: Some | None, b: Some | None, shared: Collection[str]) -> Some | None:
-    """Return a + b, in the memory of a; fields of b that are ``shared`` are copied if a has no
-    such field.
-    """
+    """a + b, in the memory of a; ``shared`` fields of b are copied if a has no such field."""
     if a is None or b is None:
         return b and b.kept(shared) if a is None else a
     for place, value in b.parts():

@@ -8,13 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.aggregation import all_updates
+from fl_lightning.aggregation.over_processes import TreeSum, visiting_order
 from fl_lightning.callback_list import CallbackList, checked_rows
 from fl_lightning.errors import Diverged
 from fl_lightning.learner.layout import all_finite
+from fl_lightning.machine.processes import world_size
 from fl_lightning.round import partial_training
 from fl_lightning.round.client_sums import Total
 from fl_lightning.round.context import Round
@@ -24,18 +26,15 @@ from fl_lightning.round.transaction import RoundTransaction
 
 
 def aggregated(transaction: RoundTransaction, methods: CallbackList, server: Server) -> Tensor:
-    """The aggregated update ``(D,)``.
-
-    Return the weighted mean of the transmitted updates, or the result of a method's ``aggregate``.
-    """
+    """The weighted mean ``(D,)`` of transmitted updates, or a method's ``aggregate``."""
     round = transaction.round
     total = transaction.total
     if methods.gathering:
         # `on_updates` may change the gathered updates, so they are summed after it.
-        transaction.gathered = all_updates.gather(transaction)
+        transaction.gathered = gather(transaction)
         if transaction.finished:
             methods.run("on_updates", server)
-        all_updates.add_up(transaction, transaction.gathered)
+        add_up(transaction, transaction.gathered)
     server.update = torch.zeros_like(round.w)
     if transaction.finished:
         server.update = mean_of(total, methods, server, round).to(round.w.dtype)
@@ -55,9 +54,7 @@ def aggregated(transaction: RoundTransaction, methods: CallbackList, server: Ser
 
 
 def mean_of(total: Total, methods: CallbackList, server: Server, round: Round) -> Tensor:
-    """Return the weighted mean of the transmitted updates, over the clients that trained a
-    coordinate.
-    """
+    """Weighted mean of the transmitted updates, over the clients that trained a coordinate."""
     owner = methods.partial_training
     if owner is None or total.holders is None:
         return total.mean(total.weighted, round.wide)
@@ -74,11 +71,10 @@ def masked(server: Server) -> Tensor:
         Diverged: it is not finite.
     """
     update = server.update
-    if server.averaged is not None:
-        update = torch.where(server.averaged, update, 0.0)
+    if server.moves is not None:
+        update = torch.where(server.moves, update, 0.0)
     # Masked coordinates may have any value, so only the others have to be finite.
-    if not all_finite(update):
-        raise Diverged(diverged_text(server.round, "the server's update"))
+    check_finite(update, server.round, "the server's update")
     return update
 
 
@@ -96,20 +92,11 @@ class ServerStep:
         self.rates = rates
         self.progress = progress
         self.optimizer: Optimizer = optimizer.optimizer
-        self._set: list[float] | None = None
 
-    def begin(self, factor: float) -> bool:
-        """Set this round's learning rates, multiplied by ``factor``.
-
-        Returns:
-            Whether something has changed the rates that were set before.
-        """
-        found = [float(group["lr"]) for group in self.optimizer.param_groups]
-        changed = self._set is not None and found != self._set
+    def begin(self, factor: float) -> None:
+        """Set this round's learning rates, multiplied by ``factor``."""
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
-        self._set = [float(group["lr"]) for group in self.optimizer.param_groups]
-        return changed
 
     def step(self, w: Tensor, update: Tensor, moves: Tensor | None) -> None:
         """Step with gradient ``-update``.
@@ -179,9 +166,7 @@ class ServerStep:
 
 
 def save_round_start(saved: dict[str, Any], model: GlobalModel) -> None:
-    """Make a checkpoint that is saved within a round hold the model and optimizer of the
-    round's start.
-    """
+    """Make a checkpoint saved within a round hold model and optimizer of its start."""
     start = model.round_start
     if start is None:
         return
@@ -199,7 +184,6 @@ def save_round_start(saved: dict[str, Any], model: GlobalModel) -> None:
 
 
 def _copied_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of an optimizer's state or group; its parameters are not copied."""
     copies: dict[str, Any] = {}
     for name, value in values.items():
         if name == "params":
@@ -242,9 +226,71 @@ def averaged_buffers(round: Round, total: Total) -> dict[str, Tensor]:
     return values
 
 
+def check_finite(values: Tensor, t: int, what: str) -> None:
+    """End the run if a vector of round t is not finite.
+
+    Raises:
+        Diverged: it names ``what`` and the round.
+    """
+    if not all_finite(values):
+        raise Diverged(diverged_text(t, what))
+
+
 def diverged_text(t: int, what: str) -> str:
     return (
         f"the run diverged: {what} in round {t} is not finite. If the data are finite, lower the "
         "client learning rate, set clip_norm (10 is common), or leave such clients out with "
         "on_nonfinite='skip'."
+    )
+
+
+def gather(transaction: RoundTransaction) -> Tensor:
+    """Return the updates ``(n, D)`` of the clients that finished, ascending, in every process."""
+    round = transaction.round
+    world = world_size()
+    rows = round.w.new_empty(len(transaction.finished), round.w.numel(), dtype=round.wide)
+    leaf = {client: j for j, client in enumerate(round.ids)}
+    for row, client in zip(rows, transaction.finished, strict=True):
+        # An update is removed from the transaction when it is copied into its row, so that there
+        # are never two copies of all updates.
+        if client in transaction.updates:
+            row.copy_(transaction.updates.pop(client))
+        # Process (leaf mod W) trained this client, so it has the client's update.
+        if world > 1:
+            dist.broadcast(row, src=leaf[client] % world)
+    return rows
+
+
+def add_up(transaction: RoundTransaction, rows: Tensor) -> None:
+    round = transaction.round
+    uniform = all(weight == 1 for weight in round.weights.values())
+    row_of = dict(zip(transaction.finished, rows, strict=True))
+    # Summing in the same tree gives the same bits as a run that gathers nothing.
+    tree: TreeSum[Total] = TreeSum(len(round.ids))
+    for leaf in visiting_order(len(round.ids)):
+        client = round.ids[leaf]
+        row = row_of.get(client)
+        if row is None:
+            tree.add(leaf, None)
+        elif uniform:
+            tree.add(leaf, Total(weighted=row), ["weighted"])
+        else:
+            weighted = row * round.weights[client]
+            tree.add(leaf, Total(update=row, weighted=weighted), ["update"])
+    if tree.total is not None:
+        transaction.total.update = tree.total.update
+        transaction.total.weighted = tree.total.weighted
+
+
+def memory(who: str, most: int, w: Tensor) -> str:
+    """Return as text how much memory it takes to gather the updates of ``most`` clients."""
+    wide = torch.promote_types(w.dtype, torch.float32)
+    size = most * w.numel() * wide.itemsize
+    text = f"{size} bytes"
+    for factor, unit in ((2**10, "KiB"), (2**20, "MiB"), (2**30, "GiB")):
+        if size >= factor:
+            text = f"{size / factor:.3g} {unit}"
+    return (
+        f"{who}: the updates of all participants are held at once, {most:,} × {w.numel():,} "
+        f"numbers, {text} of memory in each process"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import chain
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from fl_lightning.callback_list import CallbackList
 from fl_lightning.round.client_group import ClientGroup
 from fl_lightning.round.context import Round
+from fl_lightning.round.declared_state import Exchanged
 from fl_lightning.round.transaction import RoundTransaction
 from fl_lightning.virtual.planned_round import Planned
 
@@ -22,7 +24,6 @@ COUNTS = 8
 def of_client(
     group: ClientGroup, buffers: Mapping[str, Tensor], methods: CallbackList
 ) -> list[int]:
-    """Return a client's counts, without its uploads."""
     counts = [0] * COUNTS
     # Coordinates of which the client has a valid copy are not sent.
     kept = 0 if group.kept_mask is None else int(group.kept_mask[0].sum())
@@ -39,7 +40,6 @@ def of_client(
 
 
 def _bytes_of(buffers: Mapping[str, Tensor], round: Round) -> int:
-    """Return the bytes of the buffers that clients do not keep, in one direction."""
     own = round.own_buffers
     return sum(v.numel() * v.element_size() for name, v in buffers.items() if name not in own)
 
@@ -59,9 +59,7 @@ def count_down(counts: list[int], round: Round, client: int | None, methods: Cal
 
 
 def add_upload(counts: list[int], group: ClientGroup, methods: CallbackList) -> None:
-    """Add a client's upload: its update, if it is averaged, its uploads, and rows that are sent
-    up.
-    """
+    """Add a client's upload: update, if averaged, uploads, and rows that are sent up."""
     going_up = methods.going_up()
     averaged = group.round.averaged
     size = group.x.element_size()
@@ -81,18 +79,12 @@ def add_upload(counts: list[int], group: ClientGroup, methods: CallbackList) -> 
     counts[UP_BYTES] = round(up_bytes)
 
 
-def gradients(transaction: RoundTransaction) -> int:
-    """Return how many gradients, each of one batch, the round's participants evaluated together."""
-    counts = transaction.total.traffic
-    return 0 if counts is None else int(counts[GRADIENTS])
-
-
-def forwards(transaction: RoundTransaction) -> int:
-    """Return how many passes without a gradient, each of one batch, methods asked for, over all
-    participants.
+def counted(transaction: RoundTransaction, what: int) -> int:
+    """Return how many ``GRADIENTS``, each of one batch, the round's participants evaluated
+    together; or ``FORWARDS``, passes without a gradient that methods asked for.
     """
     counts = transaction.total.traffic
-    return 0 if counts is None else int(counts[FORWARDS])
+    return 0 if counts is None else int(counts[what])
 
 
 def kept_vectors(transaction: RoundTransaction, methods: CallbackList) -> float:
@@ -113,9 +105,7 @@ def kept_vectors(transaction: RoundTransaction, methods: CallbackList) -> float:
 
 
 def kept_numbers(rows: Mapping[str, Tensor], methods: CallbackList) -> int | None:
-    """Return how many numbers a client keeps in these rows for its methods; None: it keeps no
-    row.
-    """
+    """How many numbers a client keeps in these rows for its methods; None: it keeps no row."""
     if not rows:
         return None
     counted = [key for key in rows if key.split(".")[0] not in methods.measuring]
@@ -124,6 +114,8 @@ def kept_numbers(rows: Mapping[str, Tensor], methods: CallbackList) -> int | Non
 
 def of_round(transaction: RoundTransaction, methods: CallbackList) -> dict[str, int]:
     """Return parameters and bytes of this round, for all participants together."""
+    if methods.owner("neighbours") is not None:
+        return _of_exchange(transaction, methods)
     counts = transaction.total.traffic
     if counts is None and transaction.planned is None:
         names = ("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers_bytes")
@@ -159,6 +151,29 @@ def of_round(transaction: RoundTransaction, methods: CallbackList) -> dict[str, 
         "up_parameters": count[UP_PARAMETERS],
         "up_bytes": count[UP_BYTES],
         "buffers_bytes": buffers_bytes,
+    }
+
+
+def _of_exchange(transaction: RoundTransaction, methods: CallbackList) -> dict[str, int]:
+    """Count the messages of a round without a server, each by its sender."""
+    numbers = number_bytes = 0
+    given = transaction.neighbourhood
+    messages = 0 if given is None else given.messages(len(transaction.finished))
+    for declared in methods.declared.values():
+        if isinstance(declared, Exchanged):
+            size = transaction.round.layout.size
+            if declared.shape is not None:
+                size = math.prod(declared.sized(size))
+            elif given is not None and given.shared is not None:
+                size = int(given.shared.sum())
+            numbers += messages * size
+            number_bytes += messages * size * (declared.dtype or transaction.w.dtype).itemsize
+    return {
+        "down_parameters": 0,
+        "down_bytes": 0,
+        "up_parameters": numbers,
+        "up_bytes": number_bytes,
+        "buffers_bytes": 0,
     }
 
 

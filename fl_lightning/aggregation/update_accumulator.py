@@ -44,7 +44,7 @@ class ClientResult:
             None.
         uploads, logs: by name, one row and one number each.
         buffers: changes of averaged buffers; ``maxima``: values of buffers that count.
-        rows: rows of states, by name.
+        rows: rows of states, by name; ``exchanged``: those that the client's neighbours get.
         kept: how many numbers the client keeps until its next round; None: its rows show it.
         holds: ``(D,)`` bool, the coordinates that it trained, if clients differ in them; else None.
         withheld: whether its logs and metrics stay at its site.
@@ -62,8 +62,8 @@ class ClientResult:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
+    exchanged: dict[str, Tensor] = field(default_factory=dict)
     metrics: Any = None
-    mean_gradient_readers: set[str] = field(default_factory=set)
     kept: int | None = None
     holds: Tensor | None = None
     withheld: bool = False
@@ -126,7 +126,6 @@ class UpdateAccumulator:
                 self.transaction.metrics[client] = home.metrics
             if home.kept is not None:
                 self.transaction.kept[client] = home.kept
-            self.transaction.mean_gradient_readers |= home.mean_gradient_readers
             if transmitted is not None:
                 # The method may still hold the tensor that it returned from `transmit`.
                 if home.shared:
@@ -135,14 +134,15 @@ class UpdateAccumulator:
                     self.transaction.updates[client] = transmitted
             for key, row in home.rows.items():
                 self.transaction.rows.setdefault(key, {})[client] = row
+            for key, row in home.exchanged.items():
+                self.transaction.exchanged.setdefault(key, {})[client] = row
             self._sum.add(leaf, None if home.counts is None else values, shared)
 
     def result_of(self, group: ClientGroup) -> ClientResult:
-        """Return the results of a client: a group of one, after ``on_local_end``."""
         (client,) = group.ids
         round = self.transaction.round
         counts = traffic.of_client(group, round.buffers, self.methods)
-        home = ClientResult(client, counts, mean_gradient_readers=set(group.mean_gradient_readers))
+        home = ClientResult(client, counts)
         # After a `broadcast`, and in asynchronous runs, `given` is the model that the client was
         # given.
         given = group.round.w
@@ -162,6 +162,8 @@ class UpdateAccumulator:
         for key, value in group.uploads.items():
             if self.methods.declared[key].goes_up({"x", "displacement"}):
                 kept.append(value)
+        exchanged = dict(group.exchanged())
+        kept += exchanged.values()
         finite = all_finite(update) and all(map(all_finite, kept))
         if not finite or not self._take_buffers(home, group):
             # The message would have the usual size, so count its traffic with a finite stand-in,
@@ -180,6 +182,7 @@ class UpdateAccumulator:
         home.shared = transmits
         if transmits and base is not None:
             sent = sent + (given - base)
+        home.exchanged = to_host({key: value[0] for key, value in exchanged.items()})
         # `transmit` was the last hook that may read scratch, so release its memory before the sum
         # grows.
         group.drop_scratch()
@@ -202,9 +205,7 @@ class UpdateAccumulator:
         return checked_rows(transmit, sent, update)
 
     def total(self) -> tuple[Total, list[int]]:
-        """Return the sum over the finished clients of all processes, and the clients that
-        diverged.
-        """
+        """Sum over the finished clients of all processes, and the clients that diverged."""
         diverged: list[int] = []
         metrics: dict[int, Any] = {}
         changed: set[str] = set()
@@ -246,9 +247,7 @@ class UpdateAccumulator:
         return update if self.gathers else None
 
     def _own(self, group: ClientGroup) -> dict[str, Tensor]:
-        """Return the framework's rows that a client keeps: buffers, and for its personal model
-        its round.
-        """
+        """Framework's rows that a client keeps: buffers, and for its personal model its round."""
         round = self.transaction.round
         rows = {}
         if self.methods.owner("personal") is not None:

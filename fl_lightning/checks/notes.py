@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,12 @@ class RunFacts:
 
     ``n`` of ``m`` clients take part in a round; ``weighting``, ``clip_norm``, ``sampling`` and
     ``on_nonfinite`` are as they were given. ``optimizer``: the clients' optimizer, if a step is not
-    its gradient times the learning rate; otherwise empty. ``server``: the server optimizer, if it
-    is not plain SGD; otherwise empty. ``server_rate``: its learning rate; None if it changes.
+    its gradient times the learning rate; otherwise empty. ``momentum``: its. ``server``: the
+    server optimizer, if it is not plain SGD; otherwise empty. ``server_rate``: its learning rate;
+    None if it changes.
     ``by_step``: whether the clients' rate changes within a round. ``deadline``: whether a clock
-    leaves out late clients. ``keeps_optimizer``: keep_optimizer_state. ``companions``: the classes
+    leaves out late clients. ``keeps_optimizer``: keep_optimizer_state. ``averaged_buffers``: the
+    buffers that the server averages. ``companions``: the classes
     of the run's callbacks. ``direction_owner``: the one that decides the direction of local steps
     (``precondition``); empty if no callback does. ``rate_owner``: the one that decides the rate of
     each local step (``step_rate``); empty if no callback does.
@@ -31,6 +33,7 @@ class RunFacts:
     m: int
     weighting: str
     optimizer: str = ""
+    momentum: float = 0.0
     server: str = ""
     server_rate: float | None = 1.0
     clip_norm: float | None = None
@@ -39,6 +42,7 @@ class RunFacts:
     by_step: bool = False
     deadline: bool = False
     keeps_optimizer: bool = False
+    averaged_buffers: str = ""
     companions: tuple[str, ...] = ()
     direction_owner: str = ""
     rate_owner: str = ""
@@ -105,6 +109,53 @@ ROUND_RATE = Note(
     "it takes steps of its own at the round's learning rate, which {rate_owner} does not change.",
     when=lambda method, run: bool(run.rate_owner),
 )
+
+
+def _other_displacement(method: Any, run: RunFacts) -> str:
+    """Return why a client's displacement / (Σ η) is not the mean of its steps' gradients; empty: it
+    is, or the method does not take it for that.
+    """
+    estimate = getattr(method, "estimate", "")
+    direction = run.direction_owner
+    # The owner of `on_direction` adds the mean of directions to directions.
+    if estimate == "gradient" or (direction and method.has("on_direction")):
+        return ""
+    if not direction and run.optimizer == "SGD" and run.momentum:
+        why = f"with momentum={run.momentum:g} it is up to {1 / (1 - run.momentum):.3g} times that"
+    elif direction or run.optimizer:
+        way_out = f". {type(method).__name__}(estimate='gradient') takes the gradient itself"
+        why = (
+            f"a step of {direction or run.optimizer} is not its gradient times the learning rate, "
+            "so the method's state has another scale than the gradients to which it is added. The "
+            f"method is made for SGD{way_out if estimate else ''}"
+        )
+    elif run.clip_norm is not None:
+        why = f"where clipping is active (clip_norm={run.clip_norm:g}), it is less than that"
+    else:
+        return ""
+    return f"it takes a client's displacement / (Σ η) for the mean gradient of its steps; {why}"
+
+
+# For methods that read clients.mean_gradient.
+MEAN_GRADIENT = Note(
+    "{why}", when=lambda m, run: bool(_other_displacement(m, run)), why=_other_displacement
+)
+
+
+def beyond_memory(kept: Mapping[str, int], clients: int, budget: int) -> str:
+    """Return a note if the rows of all clients do not fit into memory; otherwise an empty text.
+
+    Args:
+        kept: bytes of a client's row, by the state's name.
+        budget: bytes of rows that a process keeps in memory.
+    """
+    whole = clients * sum(kept.values())
+    if whole <= budget:
+        return ""
+    return (
+        f"{', '.join(kept)}: the rows of {clients:,} clients take up to {whole / 2**30:,.1f} GiB. "
+        f"Beyond {budget / 2**30:,.1f} GiB per process they lie on disk"
+    )
 
 
 def refuse_optimizer(run: RunFacts, direction: str, rate: str) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from fl_lightning.accepted import check
 from fl_lightning.errors import UserError
-from fl_lightning.schedules import LARGEST, Schedule
+from fl_lightning.schedules import LARGEST, Rate, Schedule
 
 
 def rates_over(name: str, decay: float | Schedule, rounds: int) -> None:
@@ -31,12 +32,7 @@ def rates_over(name: str, decay: float | Schedule, rounds: int) -> None:
         asked.append(rounds - 1)
     if isinstance(decay, Schedule):
         for t in asked:
-            value = float(decay(t))
-            if not 0 <= value <= LARGEST:
-                raise UserError(
-                    f"{name}={decay!r} gives {value!r} in round {t}; learning rates are multiplied "
-                    "by it, so it has to be a finite number of at least 0."
-                )
+            check(f"{name}={decay!r}: the learning rate's factor in round {t}", decay(t), Rate)
     elif decay > 1 and (rounds < 0 or (rounds - 1) * math.log(decay) > math.log(LARGEST)):
         run = f"{rounds} rounds"
         if rounds < 0:
@@ -65,24 +61,17 @@ def check_optimizer(name: str, optimizer: Any) -> None:
             f"{name}: it gives {result}, but has to be a function params -> torch.optim.Optimizer."
         )
     kind = type(optimizer).__name__
-    why = ""
     if isinstance(optimizer, torch.optim.LBFGS):
-        why = "evaluates the loss several times a step"
-    elif isinstance(optimizer, torch.optim.SparseAdam):
-        why = "takes only sparse gradients"
+        raise UserError(
+            f"{name}: {kind} evaluates the loss several times a step, which cannot work here. Use "
+            "an optimizer that takes one gradient per step, such as torch.optim.SGD or "
+            "torch.optim.Adam."
+        )
     if any(group.get("maximize") for group in optimizer.param_groups):
         raise UserError(
             f"{name}: {kind} has maximize=True and would step up the gradient, but methods and the "
             "server need optimizers that step down. Leave it out; to maximize, return the "
             "negated loss."
-        )
-    for group in optimizer.param_groups:
-        if group.get("capturable") and not all(p.is_cuda for p in group["params"]):
-            why = why or "has capturable=True, which needs a GPU"
-    if why:
-        raise UserError(
-            f"{name}: {kind} {why}, which cannot work here. Use an optimizer that takes one "
-            "gradient per step, such as torch.optim.SGD or torch.optim.Adam."
         )
     for group in optimizer.param_groups:
         if not isinstance(group.get("lr"), Real | torch.Tensor):
@@ -91,26 +80,11 @@ def check_optimizer(name: str, optimizer: Any) -> None:
                 "each round, so it needs a number. Give a number; transformers' Adafactor takes it "
                 "as Adafactor(params, lr=1e-3, relative_step=False, scale_parameter=False)."
             )
-        if not 0 <= float(group["lr"]) <= LARGEST:
-            raise UserError(
-                f"{name}: {kind} has lr={float(group['lr'])!r}; it has to be a finite number of at "
-                "least 0."
-            )
-        for option, value in group.items():
-            # Infinity has a meaning in some options; a finite number beyond single precision has
-            # none.
-            if isinstance(value, float) and not (abs(value) <= LARGEST or math.isinf(value)):
-                raise UserError(
-                    f"{name}: {kind} has {option}={value!r}; it has to be a number that single "
-                    "precision holds."
-                )
+        check(f"{name}: {kind}: lr", float(group["lr"]), Rate)
 
 
 def check_held(name: str, optimizer: Optimizer, parameters: Sequence[Any]) -> None:
-    """Refuse an optimizer that holds none of these parameters.
-
-    ``name``: as in :func:`check_optimizer`.
-    """
+    """Refuse an optimizer that holds none of these parameters."""
     held: set[int] = set()
     for group in optimizer.param_groups:
         held.update(map(id, group["params"]))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from fractions import Fraction
-from numbers import Integral, Real
 from typing import Any
 
-import torch
 from torch import nn
 
 from fl_lightning.checks.optimizers import rates_over
-from fl_lightning.errors import UserError, check_on_disk, suggest
+from fl_lightning.errors import UserError, check_on_disk
 from fl_lightning.learner.modules import lightning_base, overrides
 from fl_lightning.machine.federated_strategy import FederatedStrategy
 
@@ -52,6 +49,11 @@ REFUSED_CALLBACKS = {
         "EarlyStopping(monitor='train/loss', divergence_threshold=…)"
     ),
     "GradientAccumulationScheduler": (f"a round is one step of the server. {ACCUMULATE}"),
+    "BaseFinetuning": (
+        "it unfreezes parameters during a fit, and the set of trainable parameters is fixed at its "
+        "start; set requires_grad in the learner's __init__, setup or configure_model, and for "
+        "another set begin another fit with init_from"
+    ),
 }
 
 
@@ -82,7 +84,7 @@ def check_learner(learner: Any) -> None:
         )
     if lightning_base(learner) is None:
         if isinstance(learner, nn.Module):
-            hint = f"wrap it: ImageClassifier({name}(), num_classes=10)"
+            hint = f"wrap it: Classifier({name}(), num_classes=10)"
         else:
             hint = "pass one"
         raise UserError(
@@ -107,25 +109,6 @@ def check_learner(learner: Any) -> None:
             raise UserError(
                 f"learner: {name} overrides {hook}, which a federated run does not call: {why}."
             )
-    if overrides(learner, "optimizer_zero_grad") and not clears_gradients(learner):
-        raise UserError(
-            f"learner: {name} overrides optimizer_zero_grad and keeps old gradients, but each "
-            "local step of a federated run computes a new gradient. Remove that hook; to "
-            "accumulate gradients, give model.accumulate."
-        )
-
-
-def clears_gradients(learner: Any) -> bool:
-    """Return whether the learner's own ``optimizer_zero_grad`` clears gradients, tried on a
-    parameter.
-    """
-    probe = nn.Parameter(torch.zeros(1))
-    probe.grad = torch.ones(1)
-    try:
-        learner.optimizer_zero_grad(0, 0, torch.optim.SGD([probe], lr=0.0))
-    except Exception:  # the hook reads something that this stand-in lacks
-        return False
-    return probe.grad is None or not bool(probe.grad.any())
 
 
 def check_trainer(trainer: Any) -> None:
@@ -139,7 +122,6 @@ def check_trainer(trainer: Any) -> None:
             rates_over(name, getattr(trainer.lightning_module.settings, name), trainer.max_epochs)
     check_options(trainer)
     check_folders(trainer)
-    check_fixed_parameters(trainer)
     for callback in trainer.callbacks:
         check_callback(trainer, callback)
     if trainer.world_size > 1:
@@ -154,46 +136,52 @@ def check_options(trainer: Any) -> None:
     """
     # A trial run (fast_dev_run) sets some of these options itself.
     quick = bool(trainer.fast_dev_run)
-
-    def require(name: str, value: object, accepted: bool, instead: str) -> None:
+    batches = trainer.limit_train_batches
+    # For Lightning the integer 1 means one batch, and 1.0 means all batches.
+    whole = batches is None or (isinstance(batches, float) and batches == 1.0)
+    accumulated = trainer.accumulate_grad_batches
+    # (option, whether it is accepted, what to use instead); overfit_batches also sets
+    # limit_train_batches, which comes after it.
+    rows: list[tuple[str, bool, str]] = [
+        ("max_steps", trainer.max_steps == -1 or quick, "rounds are epochs: use max_epochs"),
+        (
+            "accumulate_grad_batches",
+            accumulated == 1,
+            f"a round is one step of the server. {ACCUMULATE} (here {accumulated})",
+        ),
+        (
+            "gradient_clip_val",
+            trainer.gradient_clip_val is None,
+            "clients clip with model.clip_norm",
+        ),
+        (
+            "val_check_interval",
+            trainer.val_check_interval in (None, 1.0),
+            "validation follows whole rounds: use check_val_every_n_epoch",
+        ),
+        (
+            "overfit_batches",
+            trainer.overfit_batches in (None, 0, 0.0),
+            "give the clients less data, or model.local_steps",
+        ),
+        (
+            "limit_train_batches",
+            whole or quick,
+            "an epoch is one round: use model.local_steps or model.participation",
+        ),
+        (
+            "precision",
+            trainer.precision not in ("16-mixed", *HALF),
+            "its loss scaling cannot follow many clients, and half precision would lose small "
+            "steps: use 32-true, 64-true or bf16-mixed",
+        ),
+    ]
+    for name, accepted, instead in rows:
         if not accepted:
+            value = getattr(trainer, name)
             raise UserError(
                 f"trainer.{name}={value!r} has no meaning in a federated run; {instead}."
             )
-
-    value = trainer.max_steps
-    require("max_steps", value, value == -1 or quick, "rounds are epochs: use max_epochs")
-    value = trainer.fit_loop.min_steps
-    require("min_steps", value, not value, "rounds are epochs: use min_epochs")
-    value = trainer.accumulate_grad_batches
-    instead = f"a round is one step of the server. {ACCUMULATE} (here {value})"
-    require("accumulate_grad_batches", value, value == 1, instead)
-    value = trainer.gradient_clip_val
-    require("gradient_clip_val", value, value is None, "clients clip with model.clip_norm")
-    value = trainer.val_check_interval
-    instead = "validation follows whole rounds: use check_val_every_n_epoch"
-    require("val_check_interval", value, value in (None, 1.0), instead)
-    value = trainer.check_val_every_n_epoch
-    instead = "give a number of rounds from 1; limit_val_batches=0 leaves validation out"
-    require("check_val_every_n_epoch", value, value is None or value > 0, instead)
-    # overfit_batches also sets limit_train_batches, which is checked after it.
-    value = trainer.overfit_batches
-    instead = "give the clients less data, or model.local_steps"
-    require("overfit_batches", value, value in (None, 0, 0.0), instead)
-    value = trainer.limit_train_batches
-    instead = "an epoch is one round: use model.local_steps or model.participation"
-    # For Lightning the integer 1 means one batch, and 1.0 means all batches.
-    whole = value is None or (isinstance(value, float) and value == 1.0)
-    require("limit_train_batches", value, whole or quick, instead)
-    value = trainer.precision
-    instead = "its loss scaling cannot follow many clients: use 32-true, 64-true or bf16-mixed"
-    require("precision", value, value != "16-mixed", instead)
-    if value in HALF:
-        raise UserError(
-            f"trainer.precision={value!r} would keep the server's model, its sums and the clients' "
-            "states in half precision, where small steps are lost. Use precision='bf16-mixed': "
-            "the forward pass is in bfloat16, and the weights stay in float32."
-        )
 
 
 def check_folders(trainer: Any) -> None:
@@ -240,9 +228,9 @@ def check_callback(trainer: Any, callback: Any) -> None:
             "leaves it out where a module steps its optimizer itself, as a round does. Give "
             "every_n_epochs, the number of rounds between checkpoints."
         )
-    if "StochasticWeightAveraging" in kinds:
-        normalised = (isinstance(m, nn.modules.batchnorm._BatchNorm) for m in _parts(trainer))
-        if any(normalised):
+    if "StochasticWeightAveraging" in kinds and trainer.lightning_module is not None:
+        modules = trainer.lightning_module.modules()
+        if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in modules):
             raise UserError(
                 "callback StochasticWeightAveraging: with BatchNorm it adds an epoch to estimate "
                 "the statistics of the averaged weights, and here that epoch would be a round, "
@@ -273,27 +261,6 @@ def check_processes(trainer: Any) -> None:
             )
 
 
-def _parts(trainer: Any) -> Iterator[nn.Module]:
-    module = trainer.lightning_module
-    return iter(()) if module is None else module.modules()
-
-
-def check_fixed_parameters(trainer: Any) -> None:
-    """Refuse callbacks that change which parameters are trained during a fit.
-
-    Raises:
-        UserError: it names the callback.
-    """
-    for callback in trainer.callbacks:
-        if any(c.__name__ == "BaseFinetuning" for c in type(callback).__mro__):
-            raise UserError(
-                f"callback {type(callback).__name__} unfreezes parameters during a fit, and the "
-                "set of trainable parameters is fixed at its start. Set requires_grad in the "
-                "learner's __init__, setup or configure_model; for another set, begin another "
-                "fit with init_from."
-            )
-
-
 def check_data(data: Any) -> None:
     """Refuse data without clients.
 
@@ -321,35 +288,17 @@ def count_participants(participation: str | int | float, num_clients: int) -> in
     [25, 3, 3, 1]
 
     Raises:
-        UserError: the number is larger than m, less than one, or not a number.
+        UserError: the number is larger than m.
     """
-    accepted = "accepted are 'all', a fraction above 0 up to 1.0, or a number of clients"
-    if participation == "all":
+    if isinstance(participation, str):
         return num_clients
-    # NumPy's numbers are neither int nor float.
-    if isinstance(participation, Real) and not isinstance(participation, (bool, int, float)):
-        if isinstance(participation, Integral):
-            participation = int(participation)
-        else:
-            participation = float(participation)
-    if isinstance(participation, bool) or not isinstance(participation, (int, float)):
-        hint = suggest(str(participation), ["all"])
-        raise UserError(f"participation={participation!r} is not known; {accepted}.{hint}")
     if isinstance(participation, int):
-        if participation < 1:
-            raise UserError(
-                f"participation={participation} is not a number of clients; {accepted}."
-            )
         if participation > num_clients:
             raise UserError(
                 f"participation={participation} clients per round, but {num_clients} are "
-                f"registered; {accepted} (1 to {num_clients})."
+                "registered. Give at most these, a fraction above 0 up to 1.0, or 'all'."
             )
         return participation
-    if not 0 < participation <= 1:
-        raise UserError(
-            f"participation={participation!r} is not a fraction of clients; {accepted}."
-        )
     # The float 0.35 is slightly less than 0.35, so rounding it would turn a half down.
     exact = Fraction(str(participation)) * num_clients
     return max(1, int(exact + Fraction(1, 2)))

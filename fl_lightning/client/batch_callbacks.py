@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from fl_lightning.introspection.attribute_view import View
@@ -40,27 +39,18 @@ def original(callback: Any) -> Any:
 def take_over(trainer: Any) -> None:
     """Keep the round's token from these callbacks: :func:`changed` gives them clients' batches."""
     trainer.callbacks = [
-        View(c, None, **{START: partial(elsewhere, c)}) if gets_batches(c) else c
+        View(c, None, **{START: lambda: _nothing}) if gets_batches(c) else c
         for c in trainer.callbacks
     ]
+
+
+def _nothing(*given: Any) -> None:
+    """Take the place of a hook."""
 
 
 def give_back(trainer: Any) -> None:
     """Undo :func:`take_over`."""
     trainer.callbacks = [original(callback) for callback in trainer.callbacks]
-
-
-def elsewhere(callback: Any) -> Callable[..., None]:
-    """The hook in a federated run, where it does nothing, and elsewhere.
-
-    After a fit that ended with an exception the Trainer may go on to train something else.
-    """
-
-    def called(trainer: Any, pl_module: Any, *rest: Any) -> None:
-        if not hasattr(pl_module, "global_model"):
-            getattr(callback, START)(trainer, pl_module, *rest)
-
-    return called
 
 
 def looking(trainer: Any, hook: str = START) -> list[Any]:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.client.optimizer_copy import (
-    MISSING,
     Shown,
     alike,
     as_row,
@@ -91,7 +90,6 @@ class ClientOptimizer:
         # Options and attributes as they were built: a step may change them and add to them.
         self._options = [copied_values(o, self._replaced) for o in options_of(self.optimizer)]
         self._attributes = copied_values(own_attributes(self.optimizer), self._replaced)
-        self._loaded: set[str] = set()
 
     def _build_flat(self, optimizer: Optimizer, gradient: Tensor, fused: bool) -> None:
         """The user's optimizer once more, over the flat vector."""
@@ -172,7 +170,6 @@ class ClientOptimizer:
                     name: copy.deepcopy(value) for name, value in state_made.items()
                 }
             self._put_back(rates.factor)
-            self._loaded = set(state or ())
             if state:
                 self._load(state)
         if self.shown is not None:
@@ -310,50 +307,37 @@ class ClientOptimizer:
     def state(self) -> dict[str, Tensor]:
         """The client's optimizer state as rows: ``"optimizer.<parameter>.<name>"``.
 
-        What steps changed in a parameter group or in an attribute of the optimizer is a row, too:
-        ``"optimizer.group<j>.<name>"``, ``"optimizer.own.<name>"``.
-
         Raises:
-            UserError: a state that is neither a tensor nor a number, or a rate that steps changed.
+            UserError: a state that is neither a tensor nor a number, or steps change a parameter
+                group or an attribute, too.
         """
         if self.plain:
             return {}
-        rows: dict[str, Tensor] = {}
-        for key, value, _ in self._entries():
-            if value is not None:
-                key, row = as_row(self.optimizer, f"optimizer.{key}", value)
-                rows[key] = row
-        for place, present, made in self._beside():
-            for name in {**made, **present}:
-                value = present.get(name)
-                key = f"optimizer.{place}.{name}"
-                # An entry that was saved once is always saved, or its old value would return.
-                known = any(row.partition(":")[0] == key for row in self._loaded)
-                if known or not alike(value, made.get(name, MISSING)):
-                    key, row = as_row(self.optimizer, key, value)
-                    rows[key] = row
-        if self._rates_set != [group["lr"] for group in self.optimizer.param_groups]:
+        if changed := self._changed_beside():
             raise UserError(
-                f"keep_optimizer_state=True cannot keep the learning rate that "
-                f"{type(self.optimizer).__name__} sets in its steps: the run sets it in each "
-                "round. Set it to False, or use another optimizer."
+                f"keep_optimizer_state=True keeps the state that {type(self.optimizer).__name__} "
+                f"has of each parameter, but its steps change {changed!r} in a parameter group or "
+                "in the optimizer itself. Set it to False, or use another optimizer."
             )
-        return rows
+        rows = [
+            as_row(self.optimizer, f"optimizer.{k}", v)
+            for k, v, _ in self._entries()
+            if v is not None
+        ]
+        return dict(rows)
 
-    def _beside(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-        """Each parameter group's options and the optimizer's attributes: now, and as built."""
+    def _changed_beside(self) -> str:
+        """The first option or attribute that steps changed; empty: they changed none."""
+        # A schedule sets the options that schedulers change.
         scheduled = () if self._rates.schedule is None else MOVED
-        for j, options in enumerate(options_of(self.optimizer)):
-            # The run sets the learning rate, and a schedule sets the options that schedulers
-            # change.
-            made = self._options[j]
-            of_run = {"lr", *scheduled}
-            yield (
-                f"group{j}",
-                {name: value for name, value in options.items() if name not in of_run},
-                {name: value for name, value in made.items() if name not in of_run},
-            )
-        yield "own", own_attributes(self.optimizer), self._attributes
+        groups = zip(options_of(self.optimizer), self._options, self._rates_set, strict=True)
+        pairs = [(now, {**made, "lr": rate}, scheduled) for now, made, rate in groups]
+        pairs.append((own_attributes(self.optimizer), self._attributes, ()))
+        for now, made, of_run in pairs:
+            for name in {**made, **now}:
+                if name not in of_run and not alike(now.get(name), made.get(name)):
+                    return name
+        return ""
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that a step changes besides x, by name."""
@@ -369,22 +353,15 @@ class ClientOptimizer:
                 yield f"{j}.{name}", value, parameter
 
     def _load(self, state: dict[str, Tensor]) -> None:
-        kinds: dict[str, Callable[[float], Any]] = {"int": int, "float": float, "bool": bool}
-        groups = self.optimizer.param_groups
+        kinds: dict[str, Callable[[float], Any]] = {"int": int, "float": float}
         parameters: list[tuple[nn.Parameter, dict[str, Any]]] = []
-        for group in groups:
+        for group in self.optimizer.param_groups:
             parameters += ((parameter, group) for parameter in group["params"])
         for key, value in state.items():
             _, place, name = key.split(".", 2)
             name, _, kind = name.partition(":")
-            options: dict[str, Any] = {}
-            if place == "own":
-                target = vars(self.optimizer)
-            elif place.startswith("group"):
-                target = groups[int(place.removeprefix("group"))]
-            else:
-                parameter, options = parameters[int(place)]
-                target = self.optimizer.state[parameter]
+            parameter, options = parameters[int(place)]
+            target = self.optimizer.state[parameter]
             if kind:
                 target[name] = kinds[kind](value.item())
             else:

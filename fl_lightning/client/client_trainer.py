@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,29 +27,13 @@ from fl_lightning.round.partial_training import mask_of
 Stop = Callable[[], bool]  # whether a client is to stop before its next step
 
 
-class StepRunner(Protocol):
-    """Takes all local steps of a client, some of them as repetitions of a recorded one."""
-
-    stream: torch.cuda.Stream | None
-
-    def run(
-        self,
-        step: Callable[[Any, Any], None],
-        batches: Iterator[Any],
-        clients: ClientGroup,
-        optimizer: ClientOptimizer,
-        copy: FlatLearner,
-    ) -> None: ...
-
-    def forget(self) -> None: ...
-
-
 class ClientTrainer:
     """Trains clients one after the other, each from the server's model.
 
     Args:
         copy: of the learner; in the sequential engine, the learner itself.
-        step_runner: replays local steps that it has recorded; None: each step runs as it is.
+        step_runner: its ``run(step, batches, clients, optimizer, copy)`` takes all local steps of a
+            client, and its ``forget()`` ends a round; None: each step runs as it is.
         stream: on a GPU, where it computes; None: where its caller does.
 
     ``checks_frozen``: whether a step that writes a frozen parameter is refused.
@@ -59,7 +44,7 @@ class ClientTrainer:
         work: LocalTraining,
         copy: FlatLearner,
         optimizer: ClientOptimizer,
-        step_runner: StepRunner | None = None,
+        step_runner: Any = None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.work = work
@@ -94,7 +79,7 @@ class ClientTrainer:
             if copy.forward_hooks is not None:
                 copy.forward_hooks.begin(group)
             in_all = work.batches_in(client, steps)
-            group.batches = in_all if work.accumulate > 1 else None
+            group.batches = in_all if work.counts_batches else None
             copy.begin(work.data, lambda: clients.client_ids[0], in_all)
             # Seed before the first hook, so that a client's draws depend only on (seed, round,
             # client), and not on the client that this worker trained before.
@@ -198,6 +183,25 @@ class ClientTrainer:
 
     def __exit__(self, *failure: Any) -> None:
         self._context.__exit__(*failure)
+
+
+class EachStep(ABC):
+    """A step runner that takes each step as it is, within :meth:`around`."""
+
+    stream: torch.cuda.Stream | None = None
+
+    def run(self, step: Any, batches: Iterator[Any], clients: ClientGroup, *others: Any) -> None:
+        for index, batch in enumerate(batches):
+            with self.around(clients, index, batch):
+                step(batch, index)
+
+    @abstractmethod
+    def around(
+        self, clients: ClientGroup, index: int, batch: Any
+    ) -> AbstractContextManager[Any]: ...
+
+    def forget(self) -> None:  # noqa: B027
+        """Nothing is kept from one round to the next."""
 
 
 def begin(work: LocalTraining, group: ClientGroup) -> None:

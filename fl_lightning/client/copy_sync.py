@@ -29,28 +29,22 @@ class Objects:
     """
 
     def __init__(self, learner: nn.Module) -> None:
-        self._seen: dict[str, tuple[Any, Any]] = {}
-        self._contents = Contents(learner, versions=True)
+        self._seen: dict[str, Any] = {}
         self.changed(learner)
 
     def changed(self, learner: nn.Module) -> list[tuple[nn.Module, str]]:
         """Return the modules and attributes whose objects changed since the last call."""
-        contents = Contents(learner, versions=True)
-        seen: dict[str, tuple[Any, Any]] = {}
+        contents = Contents(learner, versions=True, most=LARGE_BYTES)
+        seen: dict[str, Any] = {}
         changed = []
         for place, module, name, value in objects_of(learner):
             key = f"{place}.{name}"
-            before = self._seen.get(key)
-            if before is not None and before[1] is None and before[0] is value:
-                seen[key] = before
-                continue
-            written = contents.written(value)
-            large = isinstance(written, bytes) and len(written) > LARGE_BYTES
-            seen[key] = value, None if large else written
-            if before is None or before[1] is None or before[1] != seen[key][1]:
+            seen[key] = contents.written(value)
+            if key not in self._seen or self._seen[key] != seen[key]:
                 changed.append((module, name))
         # `contents` keeps the objects that were compared by identity.
-        self._seen, self._contents = seen, contents
+        self._seen = seen
+        self._contents = contents
         return changed
 
 
@@ -66,9 +60,7 @@ def objects_of(learner: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
 
 
 def is_plain(value: object) -> bool:
-    """Return whether an attribute is plain data, which a copy of the learner takes over by
-    value.
-    """
+    """Return whether an attribute is plain data, which a copy of the learner gets by value."""
     if isinstance(value, (list, tuple, set)):
         return all(map(is_plain, value))
     if isinstance(value, dict):
@@ -110,9 +102,7 @@ def take_over(learner: nn.Module, copied: nn.Module, objects: Objects) -> dict[i
 def replace_modules(
     theirs: nn.Module, own: nn.Module, twins: dict[int, nn.Module], memo: dict[int, Any]
 ) -> None:
-    """Note the copy's module for each of the learner's; copy those that are new, or of another
-    class.
-    """
+    """Note the copy's module for each of the learner's; copy new modules, or of another class."""
     twins[id(theirs)] = own
     for name, child in theirs._modules.items():
         there = at(own._modules, name)
@@ -146,9 +136,7 @@ def memo_of(
 
 
 def at(tensors: Any, name: str) -> Any:
-    """A module's own tensor or module of this name, or None; a scripted module's mapping has no
-    ``get``.
-    """
+    """``tensors.get(name)``, which a scripted module's mapping does not have."""
     if name not in tensors:
         return None
     return tensors[name]

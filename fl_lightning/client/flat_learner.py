@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from fl_lightning.aggregation.metric_states import MetricStates, outside
 from fl_lightning.client.copy_sync import Objects, at, take_over
 from fl_lightning.client.gradient_accumulation import StepBatches, count_of
 from fl_lightning.client.step_hooks import StepHooks, dense, differentiated
-from fl_lightning.client.step_logs import LAST, StepLogs
+from fl_lightning.client.step_logs import LAST, StepLogs, items_of
 from fl_lightning.client.trainer_view import ClientProgress, nobody
 from fl_lightning.errors import UserError, WrongKind
 from fl_lightning.learner.buffers import buffer_slots
@@ -32,24 +32,10 @@ from fl_lightning.learner.modules import (
 )
 from fl_lightning.learner.parameters import slots_of_parameters
 from fl_lightning.machine.lightning import LightningOptimizer
-from fl_lightning.round.client_group import LOSS, ClientGroup
+from fl_lightning.round.client_group import LOSS
 from fl_lightning.round.context import Round
 
 Convert = Callable[[Any, Any], Any]
-
-
-class Changes(Protocol):
-    """What methods make of a client's passes: see
-    :class:`~fl_lightning.client.forward_hooks.ForwardHooks`.
-    """
-
-    latest: Any  # the pass whose batch and random numbers belong to the present step
-
-    def begin(self, group: ClientGroup) -> None: ...
-
-    def end(self) -> None: ...
-
-    def loss(self, batch: Any, step: Any, place: int = 0) -> tuple[Any, Tensor, Tensor]: ...
 
 
 class FlatLearner:
@@ -77,13 +63,13 @@ class FlatLearner:
         self.g = torch.zeros_like(x)
         self._views_of_g = layout.views(self.g.view(-1))
         self._views = layout.views(x.view(-1))
-        self._perturbed_gradient: tuple[Tensor, list[Tensor]] | None = None
-        self._other_point: tuple[Tensor, ...] | None = None
-        # The model of a pass at another point, and the buffers for it.
-        self._aside: tuple[Tensor, list[Tensor]] | None = None
+        # The point of another gradient of a step, of a gradient there, and of a pass between a loss
+        # and its gradient: vectors of their own, with their views, once they were needed.
+        self._vectors: dict[str, tuple[Tensor, list[Tensor]]] = {}
+        self.sample_memory: Tensor | None = None  # for the gradients of single samples (b, D)
         self._buffers_aside: dict[str, Tensor] = {}
         self._objects: Objects | None = None  # of the learner that this is a copy of
-        self.forward_hooks: Changes | None = None
+        self.forward_hooks: Any = None  # ForwardHooks, where methods look at passes
         self._count: Tensor | None = None  # the weight of the latest batch in an accumulated step
         self.parameters = [p for _, p in trainable(learner)]
         # Places of the parameters that the clients' optimizer does not hold: they have no gradient.
@@ -208,9 +194,7 @@ class FlatLearner:
                 object.__setattr__(part, name, shim)
 
     def begin(self, data: Any, who: Callable[[], int] = nobody, steps: int | None = None) -> None:
-        """Let the learner find this client's numbers at its Trainer; see
-        :class:`ClientProgress`.
-        """
+        """Let the learner find this client's numbers at its Trainer: :class:`ClientProgress`."""
         self.present.begin(data, who, steps)
         for part in self._parts:
             object.__setattr__(part, "_trainer", self.present.trainer(part._trainer))
@@ -221,34 +205,28 @@ class FlatLearner:
         with torch.no_grad():
             self.x.copy_(x.detach().view(1, -1))
 
+    def _vector(self, name: str) -> tuple[Tensor, list[Tensor]]:
+        """A vector ``(1, D)`` besides x and g, and its views."""
+        if name not in self._vectors:
+            vector = torch.empty_like(self.x)
+            self._vectors[name] = vector, self.layout.views(vector.view(-1))
+        return self._vectors[name]
+
     def shifted(self, e: Tensor) -> AbstractContextManager[None]:
         """Within, the learner's parameters are at x + e, and gradients go to a second vector."""
-        if self._perturbed_gradient is None:
-            second = torch.empty_like(self.g)
-            self._perturbed_gradient = second, self.layout.views(second.view(-1))
-        # g's storage holds x + e: the method has computed e from the gradient and no longer needs
-        # it.
-        torch.add(self.x, e, out=self.g)
-        return self._elsewhere(self._views_of_g, *self._perturbed_gradient)
+        torch.add(self.x, e, out=self._vector("point")[0])
+        return self._elsewhere("second gradient")
 
     def at(self, point: Tensor) -> AbstractContextManager[None]:
-        """Within, the learner is at ``point``; the point and gradients have memory of their own."""
-        if self._other_point is None:
-            self._other_point = torch.empty_like(self.x), torch.empty_like(self.g)
-        x, g = self._other_point
-        x.copy_(point)
-        views = self.layout.views
-        return self._elsewhere(views(x.view(-1)), g, views(g.view(-1)))
+        """Within, the learner is at ``point``, and gradients go to a third vector."""
+        self._vector("point")[0].copy_(point)
+        return self._elsewhere("third gradient")
 
     @contextmanager
-    def _elsewhere(
-        self, parameters: list[Tensor], g: Tensor, views_of_g: list[Tensor]
-    ) -> Iterator[None]:
-        """Within, the learner's parameters are these, and gradients go to ``g``."""
+    def _elsewhere(self, gradient: str) -> Iterator[None]:
         first = (self.g, self._views_of_g)
-        tie(self.parameters, parameters)
-        self.g = g
-        self._views_of_g = views_of_g
+        tie(self.parameters, self._vector("point")[1])
+        self.g, self._views_of_g = self._vector(gradient)
         try:
             yield
         finally:
@@ -264,10 +242,7 @@ class FlatLearner:
         It is in evaluation mode, unless ``training``. All that a pass has saved for its gradient
         stays as it is: the point and buffers have memory of their own, whose addresses are given.
         """
-        if self._aside is None:
-            second = torch.empty_like(self.x)
-            self._aside = second, self.layout.views(second.view(-1))
-        x, views = self._aside
+        x, views = self._vector("aside")
         x.copy_(point)
         found = [parameter.data for parameter in self.parameters]
         written = [parameter.data for parameter, _ in self._as_buffers.values()]
@@ -589,9 +564,5 @@ class FlatLearner:
         return self.optimizer
 
     def _log_dict(self, dictionary: Any, *args: Any, **flags: Any) -> None:
-        if isinstance(dictionary, MetricCollection):
-            items = dictionary.items(keep_base=False)
-        else:
-            items = dictionary.items()
-        for name, value in items:
+        for name, value in items_of(dictionary):
             self._log(name, value, *args, **flags)

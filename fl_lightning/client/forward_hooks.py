@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map
 from fl_lightning.callback_list import CallbackList, checked_loss
 from fl_lightning.client.flat_learner import FlatLearner
 from fl_lightning.errors import UserError
-from fl_lightning.learner.taps import Tap, calls, check_called, tapped, taps_of, versions
-from fl_lightning.machine.random_state import RandomState
+from fl_lightning.learner.taps import Seen, Tap, tapped, taps_of, versions
+from fl_lightning.machine.random_state import PassDraws, drawn_again
 from fl_lightning.round.client_group import ClientGroup
 from fl_lightning.round.clients import Clients
 
@@ -31,8 +31,9 @@ class ForwardHooks:
 
     clients: Clients
     buffers: Mapping[str, Tensor]
+    passes: PassDraws
     latest: Any  # batch, step and random state at the start of the latest pass; None: not in a step
-    changes_batch: bool | None  # whether training_step changes its batch in place; None: unknown
+    versions: list[int] | None  # of a client's first batch before its pass; None: in later steps
 
     def __init__(self, methods: CallbackList, copy: FlatLearner, draws: bool) -> None:
         self.methods = methods
@@ -48,16 +49,13 @@ class ForwardHooks:
             self.owners[type(call.__self__).__name__] = call  # type: ignore[attr-defined]
         check_owners(self.owners, self.every)
         self.latest = None
-        self.all_generators = True
-        self.changes_batch = None
 
     def begin(self, group: ClientGroup) -> None:
         """From here on passes are this client's, until its round ends."""
         self.clients = Clients(group)
         self.buffers = group.round.buffers_of(group.ids[0])
         self.latest = None
-        self.all_generators = True
-        self.changes_batch = None
+        self.passes = PassDraws(self.copy.x, self.draws)
         group.seen_at = self.seen_at
 
     def end(self) -> None:
@@ -71,13 +69,10 @@ class ForwardHooks:
         """
         copy = self.copy
         self.clients._group.place_in_step = place
-        before: RandomState | None = None
-        if self.draws:
-            before = RandomState(copy.x, not self.all_generators)
-        # A learner changes its batch in place in a client's first step, or never.
-        given = batch if self.changes_batch is False else tree_map(copied, batch)
-        before_step = versions(batch) if self.changes_batch is None else None
-        self.latest = (given, step, before)
+        before = self.passes.now()
+        first = self.latest is None
+        self.versions = versions(batch) if first else None
+        self.latest = (batch, step, before)
 
         def change(tap: Tap, output: Any) -> Any:
             owner = self.owners.get(tap.method)
@@ -87,12 +82,9 @@ class ForwardHooks:
 
         with tapped(copy.learner, self.every, change) as seen:
             output, loss = copy.loss(batch, step)
-        if before_step is not None:
-            self.changes_batch = versions(batch) != before_step
-        # Reading the generators of NumPy and Python is slow; a learner draws from them in its first
-        # step or never.
-        if self.all_generators and before is not None:
-            self.all_generators = before.drawn_since()
+        self.passes.passed(before)
+        if first:
+            self.check(seen, batch)
         changed = loss
         with copy.forward_context():
             for call in self.methods["local_loss"]:
@@ -102,6 +94,13 @@ class ForwardHooks:
                     call, self.methods.call(call, self.clients, changed, here, batch), loss
                 )
         return output, loss, changed
+
+    def check(self, seen: Seen, batch: Any) -> None:
+        """Refuse taps without a value, and batches without class indices that a method reads."""
+        seen.of(self.every)
+        for method in self.methods.callbacks:
+            if method.needs_classes:
+                check_classes(type(method).__name__, batch)
 
     def seen_at(self, method: str, x: Tensor, training: bool) -> dict[str, Any]:
         """What a method's taps give at x, on the present batch; nothing is left of the pass."""
@@ -119,50 +118,21 @@ class ForwardHooks:
         group.looked_up = group.looked_up or bool(group.round.own_buffers)
         copy = self.copy
         batch, step, before = self.latest
-        if self.changes_batch:
-            batch = tree_map(copied, batch)
-        now = None if before is None else RandomState(copy.x, before.torch_alone)
-        if before is not None:
-            before.restore()
-        try:
-            with (
-                copy.aside(x, self.buffers, training) as own,
-                tapped(copy.learner, taps) as seen,
-                copy.forward_context(),
-                torch.no_grad(),
-            ):
-                copy.take_step(batch, step)
-                # The next call writes to the same memory.
-                return {name: kept(own, value) for name, value in seen.of(taps).items()}
-        finally:
-            if now is not None:
-                now.restore()
-
-
-class FirstForwardCheck(ForwardHooks):
-    """In the place of :class:`ForwardHooks` in a step before round 0: refuses what no step could
-    give.
-    """
-
-    def begin(self, group: ClientGroup) -> None:
-        """Any client will do."""
-
-    def loss(self, batch: Any, step: Any, place: int = 0) -> tuple[Any, Tensor, Tensor]:
-        """The step's output and loss, unchanged.
-
-        Raises:
-            UserError: a tapped module is not called, or labels are no class indices.
-        """
-        with calls(self.copy.learner) as called, tapped(self.copy.learner, self.every) as seen:
-            output, loss = self.copy.loss(batch, step)
-        check_called(self.every, called)
-        seen.of(self.every)
-        for method in self.methods.callbacks:
-            if method.needs_classes:
-                name = type(method).__name__
-                check_classes(name, batch)
-                check_logits(self.taps[name], seen, batch[1])
-        return output, loss, loss
+        if self.versions is not None and versions(batch) != self.versions:
+            raise UserError(
+                f"method: {method} looks at each batch a second time, and training_step changes "
+                "its batch in place (x.mul_(…), say). Change a copy: x = x.clone()."
+            )
+        with (
+            drawn_again(before, copy.x),
+            copy.aside(x, self.buffers, training) as own,
+            tapped(copy.learner, taps) as seen,
+            copy.forward_context(),
+            torch.no_grad(),
+        ):
+            copy.take_step(batch, step)
+            # The next call writes to the same memory.
+            return {name: kept(own, value) for name, value in seen.of(taps).items()}
 
 
 def check_owners(owners: Mapping[str, Callable[..., Any]], taps: list[Tap]) -> None:
@@ -208,36 +178,6 @@ def check_classes(method: str, batch: Any) -> None:
         f"method: {method} takes batches (x, y) whose labels y are class indices, one integer per "
         f"sample, but here {found}. Mixed or soft labels are not accepted; use another method."
     )
-
-
-def check_logits(taps: list[Tap], seen: Mapping[Tap, Any], labels: Tensor) -> None:
-    """Refuse a tap ``logits`` that gives no number per class and sample.
-
-    Raises:
-        UserError: naming the tap; the last module in the order of registration may be another than
-            the one that classifies.
-    """
-    classes = int(labels.max()) + 1
-    for tap in taps:
-        value = seen[tap]
-        if tap.name != "logits" or tap.entering:
-            continue
-        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        fits = isinstance(value, Tensor) and value.ndim == 2 and len(value) == len(labels)
-        if not fits or value.shape[1] < classes:
-            raise UserError(
-                f"method: {tap}: the module {tap.path!r} gives {shape}, and logits are "
-                f"({len(labels)}, C) with C from {classes} here, the labels of a batch. 'last' is "
-                "the module that the learner registers last. In its __init__, assign the module "
-                "that classifies after all others, or name it in the taps of a subclass."
-            )
-
-
-def copied(leaf: Any) -> Any:
-    """A tensor in memory of its own; anything else as it is."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
 def kept(memory: set[int], value: Any) -> Any:

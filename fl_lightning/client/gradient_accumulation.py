@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fl_lightning.errors import UserError
 from fl_lightning.machine.device_memory import to_device
@@ -21,9 +21,7 @@ class StepBatches(NamedTuple):
 
 
 def steps_in(batches: int, accumulate: int) -> int:
-    """Return the local steps of an epoch of so many batches; the last step may have fewer
-    batches.
-    """
+    """Return the local steps of an epoch of so many batches; the last may have fewer batches."""
     return -(-batches // accumulate)
 
 
@@ -87,17 +85,3 @@ def count_of(learner: str, output: Any, batch: Any, device: torch.device) -> Ten
             "one number from 0, or leave it out for the number of samples."
         )
     return to_device(count, device)
-
-
-def accumulation_notes(learner: nn.Module, accumulate: int) -> list[str]:
-    """Return the note about a learner whose steps take several batches."""
-    if accumulate == 1:
-        return []
-    for name, part in learner.named_modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
-            return [
-                f"accumulate={accumulate}: {type(part).__name__} ({name}) normalises each batch of "
-                "a step by itself, so a step is not that of one large batch. GroupNorm and "
-                "LayerNorm do not depend on the batch"
-            ]
-    return []

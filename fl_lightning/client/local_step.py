@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from fl_lightning.callback_list import (
     AFTER_CLIPPING,
@@ -20,11 +19,11 @@ from fl_lightning.callback_list import (
     checked_rows,
 )
 from fl_lightning.client.client_optimizer import ClientOptimizer
-from fl_lightning.client.forward_hooks import copied
 from fl_lightning.client.gradient_accumulation import batches_in, by_step
-from fl_lightning.client.step_hooks import StepHooks
+from fl_lightning.client.sample_gradients import SampleGradients
+from fl_lightning.errors import UserError
 from fl_lightning.learner.taps import versions
-from fl_lightning.machine.random_state import RandomState
+from fl_lightning.machine.random_state import PassDraws, RandomState, drawn_again
 from fl_lightning.round.client_group import ClientGroup
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Evaluate, Round
@@ -42,6 +41,7 @@ class LocalTraining:
         evaluate: behind ``clients.evaluate``.
         draws: whether learner or data may draw from the process's generators, which are then seeded
             for each client.
+        samples_at_once: of the gradients of single samples, if a method takes these.
     """
 
     data: Any
@@ -52,14 +52,21 @@ class LocalTraining:
     accumulate: int = 1
     draws: bool = True
     evaluate: Evaluate | None = None
+    samples_at_once: int | None = None
 
     def client_batches(
         self, client: int, round: int, steps: int, device: torch.device
     ) -> Iterator[Any]:
         """What a client's local steps take, as a method lets it see it.
 
-        That is a batch of each step; with ``accumulate`` above 1, its ``StepBatches``.
+        That is a batch of each step; with ``accumulate`` above 1, its ``StepBatches``. If a method
+        chooses each step's samples, it is None for a step without any.
         """
+        choose = self.methods.owner("step_samples")
+        if choose is not None:
+            positions = choose(client, round, steps)
+            sampled: Iterator[Any] = self.data.sampled_batches(client, round, positions, device)
+            return sampled
         number = self.batches_in(client, steps)
         batches: Iterator[Any] = self.data.client_batches(client, round, number, device=device)
         change = self.methods.owner("local_batch")
@@ -69,9 +76,14 @@ class LocalTraining:
             return batches
         return by_step(batches, self.data.batches_per_epoch(client), self.accumulate)
 
+    @property
+    def counts_batches(self) -> bool:
+        """Whether a local step counts as several gradients, one for each of its batches."""
+        return self.accumulate > 1 and not self.methods.reduced_by
+
     def batches_in(self, client: int, steps: int) -> int:
         """The batches of so many local steps of a client."""
-        if self.accumulate == 1:
+        if self.accumulate == 1 or self.methods.owner("step_samples") is not None:
             return steps
         return batches_in(steps, self.data.batches_per_epoch(client), self.accumulate)
 
@@ -95,6 +107,8 @@ class LocalTraining:
         group.label_counts = self.label_counts
         group.measuring = self.methods.measuring
         group.models_of = self.methods.gives_models
+        group.reduced_by = self.methods.reduced_by
+        group.protected_by = self.methods.protects_samples
         return group
 
     def label_counts(self, client: int) -> list[int] | None:
@@ -109,47 +123,20 @@ class LocalTraining:
         return total.tolist()
 
 
-class StepModel(Protocol):
-    """The model of local steps: one client's copy of the learner (``FlatLearner``), several
-    clients' stacked (``Stack``), or a rehearsal's (``StagedModel``).
-
-    ``gradient(…, log=False)`` is a second pass of a step, such as SAM's: it logs nothing.
-
-    ``per_parameter``: like ``gradient``, but one tensor per parameter; None where it cannot be had.
-    ``missing``: which parameters the latest loss gave no gradient to, by place.
-    """
-
-    x: Tensor
-
-    @property
-    def missing(self) -> Sequence[int]: ...
-
-    @property
-    def per_parameter(self) -> Callable[..., tuple[Tensor, ...]] | None: ...
-
-    @property
-    def buffers(self) -> dict[str, Tensor]: ...
-
-    @property
-    def hooks(self) -> StepHooks | None: ...
-
-    def gradient(self, batch: Any, step: int, log: bool = True) -> Tensor: ...
-
-    def shifted(self, e: Tensor) -> AbstractContextManager[None]: ...
-
-    def at(self, point: Tensor) -> AbstractContextManager[None]: ...
-
-    def load_buffers(self, values: Mapping[str, Tensor]) -> None: ...
-
-
 class LocalStep:
     """Takes the clients' model one step on: ``step(batch, index)``.
+
+    Args:
+        model: one client's copy of the learner (``FlatLearner``), several clients' (``Stack``), or
+            a rehearsal's. ``gradient(…, log=False)`` is a second pass of a step, which logs
+            nothing; ``per_parameter`` is like ``gradient``, with one tensor per parameter, or None;
+            ``missing`` are the places of parameters that got no gradient from the latest loss.
 
     ``clipped`` ``(n,)``: in how many steps clipping was active; None without clipping.
     """
 
     def __init__(
-        self, work: LocalTraining, model: StepModel, group: ClientGroup, optimizer: ClientOptimizer
+        self, work: LocalTraining, model: Any, group: ClientGroup, optimizer: ClientOptimizer
     ) -> None:
         methods = work.methods
         self.model = model
@@ -157,10 +144,14 @@ class LocalStep:
         self.clients = Clients(group)
         self.optimizer = optimizer
         self.methods = methods
-        self.draws = work.draws
         self.hooks = model.hooks
         self.perturb = methods.owner("perturbation")
         self.blind = methods.blind
+        self.reduce = methods.owner("reduce_samples")
+        self.reduced = methods.owner("on_samples_reduced")
+        self.samples: SampleGradients | None = None
+        if self.reduce is not None:
+            self.samples = SampleGradients(model, work.samples_at_once)
         # `on_loss_gradient` changes only the loss gradient; `on_local_gradient` adds to the result.
         self.changes = methods.on_gradient(BEFORE_CLIPPING)
         self.directions = methods.on_gradient(AFTER_CLIPPING)
@@ -174,20 +165,24 @@ class LocalStep:
         self.changed = bool(self.changes or self.directions)
         self.untrained = group.untrained
         optimizer.set_untrained(self.untrained)
-        as_vector = self.changed or self.limit is not None or not optimizer.plain
+        as_vector = (
+            self.samples is not None
+            or self.changed
+            or self.limit is not None
+            or not optimizer.plain
+        )
         as_vector |= self.untrained is not None
         self.per_parameter = None if as_vector else model.per_parameter
-        self.all_generators = True
         # Any hook may call `gradient_at`, and the first step shows whether one does. Until then the
         # state before the step is kept; afterwards only if it is needed.
-        hooked = self.perturb is not None or self.changed or self.rate is not None
         self.first = True
-        self.remembers = bool(hooked or self.step_ends)
+        self.remembers = bool(self.perturb or self.changed or self.rate or self.step_ends)
+        self.draws = PassDraws(model.x, work.draws)
         self.before: RandomState | None = None
         # Stacked clients share the buffers of the first client.
         self.buffers: Mapping[str, Tensor] = group.round.buffers_of(group.ids[0])
         self.batch: Any = None
-        self.changes_batch = False  # whether training_step changes its batch in place
+        self.versions: list[int] = []  # of the first step's batch, before its first pass
         self.index: Any = 0
         self.missing: Sequence[int] = ()  # places of the parameters without a gradient
         group.local_step = self
@@ -281,10 +276,11 @@ class LocalStep:
 
     def remember(self) -> None:
         """Remember generators and buffers as the step begins, for gradients at other points."""
-        if self.draws:
-            self.before = RandomState(self.model.x, not self.all_generators)
-        # The first step starts with the round's buffers, which no code changes.
-        if not self.first:
+        self.before = self.draws.now()
+        if self.first:
+            # The first step starts with the round's buffers, which no code changes.
+            self.versions = versions(self.batch)
+        else:
             self.buffers = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
 
     def gradient_at(self, x: Tensor) -> Tensor:
@@ -293,38 +289,39 @@ class LocalStep:
             raise RuntimeError(
                 "a hook calls clients.gradient_at in a client's first local step or never"
             )
-        present_state: RandomState | None = None
         present_buffers = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
         # The gradient at another point uses the same random numbers and buffers as the step's own
         # pass. Afterwards the step continues where it was.
-        if self.before is not None:
-            present_state = RandomState(self.model.x, self.before.torch_alone)
-            self.before.restore()
         self.model.load_buffers(self.buffers)
         try:
-            with self.model.at(x):
+            with drawn_again(self.before, self.model.x), self.model.at(x):
                 gradient: Tensor = self.passed(self.model.gradient, log=False).clone()
         finally:
             self.model.load_buffers(present_buffers)
-            if present_state is not None:
-                present_state.restore()
         if self.first:
             self.group.gradients_a_step += 1
         return gradient
 
     def passed(self, gradient_of: Callable[..., Any], **options: Any) -> Any:
-        """A gradient of the step's batch, which is for every pass what the client's data gave."""
-        batch = self.batch
-        # A learner changes its batch in place in its first step, or never.
-        if self.remembers and (self.first or self.changes_batch):
-            batch = tree_map(copied, batch)
-        gradient = gradient_of(batch, self.index, **options)
-        if batch is not self.batch and self.first:
-            self.changes_batch |= any(versions(batch))
+        """A gradient of the step's batch.
+
+        Raises:
+            UserError: an earlier pass has changed the batch; a learner does so in its first step,
+                or never.
+        """
+        if self.first and self.remembers and versions(self.batch) != self.versions:
+            raise UserError(
+                "training_step changes its batch in place (x.mul_(…), say), and a method takes "
+                "several gradients of each batch, the second of which would be of another batch. "
+                "Change a copy: x = x.clone()."
+            )
+        gradient = gradient_of(self.batch, self.index, **options)
         return gradient if self.untrained is None else self.trained_part(gradient)
 
     def loss_gradient(self) -> Any:
         """∇ℓ at x, or at the perturbed point by the same batch; without weight decay."""
+        if self.samples is not None:
+            return self.of_samples(self.samples)
         gradient_of: Callable[..., Any] = self.per_parameter or self.model.gradient
         if self.perturb is None:
             return self.passed(gradient_of)
@@ -336,11 +333,24 @@ class LocalStep:
         before = self.before
         with self.perturbed(self.perturb, before):
             gradient = self.passed(gradient_of, log=False)
-        # Reading the generators of NumPy and Python is slow. A learner draws from them in its first
-        # step or never, so if it did not, only torch's are read afterwards.
-        if self.all_generators and before is not None:
-            self.all_generators = before.drawn_since()
+        self.draws.passed(before)
         return gradient
+
+    def of_samples(self, samples: SampleGradients) -> Tensor:
+        """Return a method's gradient ``(n, D)`` from those of the step's samples."""
+        x = self.model.x
+        reduce = self.reduce
+        assert reduce is not None
+        total = torch.zeros_like(x, dtype=torch.float64)
+        for gradients in samples.of(self.batch, self.index):
+            if self.untrained is not None:
+                gradients.masked_fill_(self.untrained[:, None], 0.0)
+            of_part = self.methods.call(reduce, self.clients, gradients)
+            total += checked_rows(reduce, of_part, x)
+        if self.reduced is not None:
+            given = self.methods.call(self.reduced, self.clients, total)
+            total = total if given is None else checked_rows(self.reduced, given, x)
+        return self.trained_part(total.to(x.dtype))
 
     @contextmanager
     def perturbed(self, perturb: Callable[..., Any], before: RandomState | None) -> Iterator[None]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Iterator, Mapping
-from types import MethodType
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fl_lightning.errors import UserError
@@ -19,20 +16,6 @@ from fl_lightning.round.client_schedule import MOVED
 
 # Attributes that torch gives every optimizer.
 OF_TORCH = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.0)))
-# Objects that a copy of an optimizer cannot own: another optimizer or module would act on the
-# original's parameters, and a generator's draws would continue from one client to the next.
-FOREIGN: dict[str, tuple[type, ...]] = {
-    "another optimizer": (Optimizer,),
-    "a module": (nn.Module,),
-    "a random generator": (
-        torch.Generator,
-        np.random.Generator,
-        np.random.RandomState,
-        random.Random,
-    ),
-}
-DEPTH = 3  # nesting of containers in an attribute that are searched
-MISSING = object()
 
 
 class Shown(dict[str, Any]):
@@ -72,9 +55,7 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def copied_values(values: Mapping[str, Any], replaced: Mapping[int, Any]) -> dict[str, Any]:
-    """Return deep copies of values by name; ``replaced``: what takes an object's place, by its
-    id.
-    """
+    """Return deep copies of values by name; ``replaced``: what takes an object's place, by id."""
     copies = {}
     for name, value in values.items():
         try:
@@ -88,66 +69,34 @@ def check_alone(optimizer: Optimizer) -> None:
     """Refuse a client optimizer of which a client could not have its own copy.
 
     Raises:
-        UserError: it holds another optimizer, a module, a random generator, or hooks of its steps,
-            which may act on objects that are not the client's.
+        UserError: it holds another optimizer, or hooks of its steps, which act on parameters that
+            are not the client's.
     """
     kind = type(optimizer).__name__
     for name in ("step_pre_hook", "step_post_hook"):
         if getattr(optimizer, f"_optimizer_{name}s", None):
             raise UserError(
                 f"client_optimizer: {kind} has hooks of its steps (register_{name}). Each client "
-                "steps with a copy of the optimizer, often over one vector of all parameters, and "
-                "the copy does not call these hooks. Remove them. The learner's "
-                "on_before_optimizer_step sees the gradients of each step, and its "
-                "on_train_batch_end sees the model after it."
+                "steps with a copy of the optimizer, and the copy does not call these hooks. "
+                "Remove them. The learner's on_before_optimizer_step sees the gradients of each "
+                "step, and its on_train_batch_end sees the model after it."
             )
-    for name, value in own_attributes(optimizer).items():
-        for held in inside(value, DEPTH):
-            for what, kinds in FOREIGN.items():
-                if isinstance(held, kinds):
-                    raise UserError(_foreign(optimizer, name, what, held))
-
-
-def _foreign(optimizer: Optimizer, name: str, what: str, held: object) -> str:
-    kind = type(optimizer).__name__
-    way_out = "Use an optimizer that holds none."
-    if isinstance(held, Optimizer):
-        way_out = (
-            f"Use {type(held).__name__} itself; what {kind} adds to it (slow weights, say) can be "
-            "a FederatedCallback with on_local_step_end."
-        )
-    return (
-        f"client_optimizer: {kind} holds {what} ({name}: {type(held).__name__}). Each client steps "
-        f"with a copy of {kind}, and the copy would share that with all other clients. {way_out}"
-    )
-
-
-def inside(value: Any, depth: int) -> Iterator[Any]:
-    """Yield a value, and the values inside it, if it is a container or a bound method."""
-    yield value
-    parts: list[Any] = []
-    if isinstance(value, dict):
-        parts = list(value.values())
-    elif isinstance(value, list | tuple | set):
-        parts = list(value)
-    elif isinstance(value, MethodType):
-        parts = [value.__self__]
-    for part in parts if depth else ():
-        yield from inside(part, depth - 1)
+    for name, held in own_attributes(optimizer).items():
+        if isinstance(held, Optimizer):
+            other = type(held).__name__
+            raise UserError(
+                f"client_optimizer: {kind} holds another optimizer ({name}: {other}), which steps "
+                f"the learner's parameters and not a client's. Use {other} itself; what {kind} "
+                "adds to it (slow weights, say) can be a FederatedCallback with on_local_step_end."
+            )
 
 
 def alike(one: Any, other: Any) -> bool:
     """Return whether two values of an optimizer's setting are the same."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return same_bits(one, other)
-    if isinstance(one, list | tuple) and type(one) is type(other):
-        return len(one) == len(other) and all(map(alike, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(alike(one[k], other[k]) for k in one)
-    if one is other:
-        return True
     try:
-        return type(one) is type(other) and bool(one == other)
+        return bool(one == other)
     except Exception:  # comparing arrays, for example, fails: count them as changed
         return False
 
@@ -160,7 +109,7 @@ def as_row(optimizer: Optimizer, key: str, value: Any) -> tuple[str, Tensor]:
     """
     if isinstance(value, Tensor):
         return key, value.detach().clone()
-    for kind in (bool, int, float):
+    for kind in (int, float):
         if isinstance(value, kind):
             return f"{key}:{kind.__name__}", torch.tensor(value, dtype=torch.float64)
     raise UserError(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 
 from fl_lightning.checks.optimizers import check_held, check_optimizer
 from fl_lightning.client.client_optimizer import is_plain_sgd, of_server, rates
@@ -20,7 +20,8 @@ from fl_lightning.errors import UserError
 from fl_lightning.introspection.attribute_view import View
 from fl_lightning.learner.layout import trainable
 from fl_lightning.learner.modules import lightning_modules, overrides
-from fl_lightning.round.client_schedule import MOVED, ClientSchedule
+from fl_lightning.machine.lightning import MisconfigurationException, _configure_optimizers
+from fl_lightning.round.client_schedule import ClientSchedule
 from fl_lightning.round.context import ClientRates
 from fl_lightning.round.settings import OptimizerFactory, Settings
 from fl_lightning.schedules import Schedule, decay_text
@@ -48,9 +49,7 @@ class RunOptimizers:
     accounts: dict[str, str]
 
     def client_rates(self, device: torch.device, kept: bool) -> ClientRates:
-        """Return the clients' rates before any decay; ``kept``: clients keep the optimizer's
-        state.
-        """
+        """Return the clients' rates before any decay; ``kept``: their optimizer state is kept."""
         return rates(self.clients, self.schedule, device, kept)
 
     def server_facts(self, decay: float | Schedule) -> tuple[str, float | None]:
@@ -102,30 +101,13 @@ def of_run(
     accounts = {"client_optimizer": account(clients), "server_optimizer": account(server)}
     if schedule is not None:
         accounts["client_scheduler"] = schedule.account
-        accounts["client_scheduler, inside"] = schedule.inside
         # Refuse a scheduler that ends before the last round now, and not in that round.
         if unit == "rounds" and rounds > 0:
             schedule.reach(min(rounds, 10_000))
-            note_rest(schedule, min(rounds, 10_000), "rounds", note)
         elif unit == "local_steps":
-            steps = most_steps()
-            schedule.reach_each([steps])
-            note_rest(schedule.of_client(steps), steps, "local steps of a client", note)
+            schedule.reach_each([most_steps()])
     server_rates = [float(group["lr"]) for group in server.param_groups]
     return RunOptimizers(clients, schedule, server, server_rates, accounts)
-
-
-def note_rest(
-    schedule: ClientSchedule, number: int, unit: str, note: Callable[[str], None]
-) -> None:
-    """Note the rounds or local steps in which a schedule's rate is 0."""
-    rests = schedule.without_rate(number)
-    if rests:
-        note(
-            f"client_scheduler={schedule.unit!r}: {schedule.name} gives a learning rate of 0 in "
-            f"{len(rests)} of {number} {unit} (the first: {rests[0]}, counted from 0). These train "
-            "nothing. If you do not want this, give the scheduler another length or start"
-        )
 
 
 def account(optimizer: Optimizer) -> str:
@@ -204,8 +186,7 @@ def of_clients(
         most_steps: function that returns the most local steps of a client in round 0.
 
     Raises:
-        UserError: it takes more than one gradient per step; or the learner gives none, or several,
-            or no scheduler.
+        UserError: the learner gives none, or several, or no scheduler.
     """
     schedulers: list[tuple[Any, int]] = []
     given: list[dict[str, Any]] = []
@@ -220,16 +201,11 @@ def of_clients(
             another = partial(schedule_of, learner)
     else:
         optimizer, schedulers, given = from_learner(learner)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UserError(
-            "client_optimizer: LBFGS evaluates the loss several times a step, which a local step "
-            "does not. Use an optimizer that takes one gradient, such as torch.optim.SGD or "
-            "torch.optim.Adam."
-        )
     if unit != "ignore":
         check_scheduler(learner, factory, schedulers, unit)
         return optimizer, ClientSchedule(optimizer, schedulers, unit, given, another)
     if schedulers:
+        check_ignored(schedulers)
         optimizer.param_groups = given
         note(
             "the learner's lr scheduler is ignored: clients use the rates that the learner gave "
@@ -270,13 +246,23 @@ def steps_shown(learner: Any, steps: Callable[[], int]) -> Iterator[list[int]]:
             part._trainer = trainer
 
 
+def check_ignored(schedulers: list[tuple[Any, int]]) -> None:
+    """Refuse to ignore a scheduler that replaces the rate and the momentum as it is built."""
+    for scheduler, _ in schedulers:
+        if isinstance(scheduler, lr_scheduler.OneCycleLR | lr_scheduler.CyclicLR):
+            raise UserError(
+                f"client_scheduler='ignore': {type(scheduler).__name__} replaces the optimizer's "
+                "learning rate and momentum, so none are left without it. Set client_scheduler="
+                "'local_steps' or 'rounds', or give client_optimizer."
+            )
+
+
 def check_scheduler(
     learner: Any, factory: object, schedulers: list[tuple[Any, int]], unit: str
 ) -> None:
     """Refuse a scheduler that cannot be stepped as ``client_scheduler`` asks."""
     name = type(learner).__name__
     option = f"client_scheduler={unit!r}"
-    by_metric = torch.optim.lr_scheduler.ReduceLROnPlateau
     if factory is not None:
         raise UserError(
             f"{option} steps the lr scheduler of the learner's configure_optimizers, but "
@@ -287,7 +273,7 @@ def check_scheduler(
             f"{option}: learner {name}: configure_optimizers gives no lr scheduler. Return one "
             "beside the optimizer, or leave the option out; lr_decay decays by the round."
         )
-    if any(isinstance(scheduler, by_metric) for scheduler, _ in schedulers):
+    if any(isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) for scheduler, _ in schedulers):
         raise UserError(
             f"{option}: ReduceLROnPlateau steps by a metric, which is not known before the run. "
             "Use a scheduler that counts steps, or client_scheduler='ignore' with lr_decay."
@@ -308,28 +294,15 @@ def from_learner(learner: Any) -> tuple[Optimizer, list[tuple[Any, int]], list[d
     Raises:
         UserError: the learner gives several optimizers or none, or a form that Lightning refuses.
     """
-    with groups_made() as made:
-        configured = learner.configure_optimizers()
-    # Lightning accepts two lists, one list, a dict with both, or only the optimizer.
+    configured = learner.configure_optimizers()
     optimizers: list[Any] = []
     configured_schedulers: list[Any] = []
-    several = isinstance(configured, list | tuple)
-    if several and len(configured) == 2 and isinstance(configured[0], list | tuple):
-        optimizers += configured[0]
-        # A list of optimizers may come with one scheduler that is not in a list.
-        listed = isinstance(configured[1], list | tuple)
-        configured_schedulers += configured[1] if listed else [configured[1]]
-    else:
-        for entry in configured if several else [configured]:
-            if isinstance(entry, dict):
-                optimizers.append(entry.get("optimizer", entry))
-                configured_schedulers.append(entry.get("lr_scheduler"))
-            else:
-                optimizers.append(entry)
-    optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise _unknown(learner, optimizer, "an optimizer")
+    if configured is not None:
+        try:
+            optimizers, configured_schedulers, _ = _configure_optimizers(configured)
+        except MisconfigurationException as error:
+            text = f"learner {type(learner).__name__}: configure_optimizers: {error}"
+            raise UserError(text) from error
     if len(optimizers) != 1:
         raise _not_one(learner, len(optimizers))
     schedulers = [
@@ -337,7 +310,7 @@ def from_learner(learner: Any) -> tuple[Optimizer, list[tuple[Any, int]], list[d
         for scheduler in configured_schedulers
         if scheduler is not None
     ]
-    groups = [without_scheduler(group, made) for group in optimizers[0].param_groups]
+    groups = [without_scheduler(group) for group in optimizers[0].param_groups]
     return optimizers[0], schedulers, groups
 
 
@@ -345,11 +318,9 @@ def stepped_every(learner: object, optimizer: Optimizer, given: Any) -> tuple[An
     """Return a configured scheduler, and the epochs or steps of plain training between its steps.
 
     Raises:
-        UserError: it has no ``step``, or belongs to another optimizer.
+        UserError: it belongs to another optimizer.
     """
     scheduler = given.get("scheduler", given) if isinstance(given, dict) else given
-    if not callable(getattr(scheduler, "step", None)):
-        raise _unknown(learner, scheduler, "an lr scheduler")
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise UserError(
             f"learner {type(learner).__name__}: configure_optimizers gives a "
@@ -360,50 +331,10 @@ def stepped_every(learner: object, optimizer: Optimizer, given: Any) -> tuple[An
     return scheduler, int(given.get("frequency", 1)) if isinstance(given, dict) else 1
 
 
-@contextmanager
-def groups_made() -> Iterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
-    """Within this context, note parameter groups and copies of them as they are made.
-
-    Building a scheduler changes a group at once.
-    """
-    made: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    add = Optimizer.add_param_group
-
-    def noting(self: Optimizer, param_group: dict[str, Any]) -> None:
-        add(self, param_group)
-        made.append((self.param_groups[-1], dict(self.param_groups[-1])))
-
-    # Torch has no hook for a new group, so its method is replaced for a moment.
-    Optimizer.add_param_group = noting  # type: ignore[method-assign]
-    try:
-        yield made
-    finally:
-        Optimizer.add_param_group = add  # type: ignore[method-assign]  # torch's own, put back
-
-
-def without_scheduler(
-    group: dict[str, Any], made: list[tuple[dict[str, Any], dict[str, Any]]]
-) -> dict[str, Any]:
-    """Return a parameter group as it was before a scheduler changed it."""
-    if "initial_lr" not in group:
-        return group
-    at_first = next((copy for now, copy in made if now is group), {"lr": group["initial_lr"]})
+def without_scheduler(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter group with the rate that it had before a scheduler was built."""
     settings = {name: value for name, value in group.items() if name not in OF_SCHEDULERS}
-    for name in MOVED:
-        if name in at_first:
-            settings[name] = at_first[name]
-    return settings
-
-
-def _unknown(learner: object, given: object, place: str) -> UserError:
-    shown = repr(given) if isinstance(given, str | type) else f"a {type(given).__name__}"
-    if isinstance(given, dict):
-        shown = f"a dict with {', '.join(map(repr, given))}"
-    return UserError(
-        f"learner {type(learner).__name__}: configure_optimizers gives {shown} in the place of "
-        f"{place}. Return an optimizer, ([optimizer], [scheduler]), or {{'optimizer': optimizer, "
-        "'lr_scheduler': {'scheduler': scheduler}}."
-    )
+    return {**settings, "lr": group.get("initial_lr", group["lr"])}
 
 
 def _not_one(learner: object, number: int) -> UserError:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torchmetrics import MetricCollection
 
 from fl_lightning.errors import UserError
 
@@ -32,6 +34,14 @@ def reduction(learner: str, name: str, reduce_fx: Any) -> str:
             "metric of torchmetrics."
         )
     return kind
+
+
+def items_of(dictionary: Any) -> Iterable[tuple[str, Any]]:
+    """Return the names and values that ``self.log_dict`` logs; a collection's with its prefix."""
+    if isinstance(dictionary, MetricCollection):
+        return dictionary.items(keep_base=False)
+    items: Iterable[tuple[str, Any]] = dictionary.items()
+    return items
 
 
 class StepLogs:

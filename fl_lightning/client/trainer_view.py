@@ -7,17 +7,49 @@ the run's Trainer.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-from fl_lightning.client.lent_objects import Lent, Silent, users
 from fl_lightning.errors import UserError
 from fl_lightning.introspection.attribute_view import View
+from fl_lightning.machine.lightning import DummyLogger, is_foreign
 
 VALIDATING = "validate"  # a value of Lightning's RunningStage
+MISSING = object()
+
+
+class Lent:
+    """What a learner's steps reach through its Trainer in trials, measurements and workers.
+
+    The Trainer belongs to the run and not to a copy of the learner. So a trial step and a
+    measurement must not write there, and a worker process that writes there would lose it.
+
+    ``reached``: the first place that the steps may have written; empty: none.
+    """
+
+    def __init__(self) -> None:
+        self.reached = ""
+        self._assigned: dict[tuple[int, str], tuple[Any, Any]] = {}
+
+    def reach(self, place: str) -> None:
+        self.reached = self.reached or place
+
+    def assign(self, each: Any, name: str) -> None:
+        """The learner assigns to an attribute of this object."""
+        self.reach(f"{type(each).__name__}.{name}")
+        self._assigned.setdefault((id(each), name), (each, getattr(each, name, MISSING)))
+
+    def undo(self) -> None:
+        """Give the objects the attributes that they had."""
+        for (_, name), (each, before) in self._assigned.items():
+            if before is not MISSING:
+                setattr(each, name, before)
+            elif hasattr(each, name):
+                delattr(each, name)
 
 
 def nobody() -> NoReturn:
@@ -39,9 +71,10 @@ class ClientProgress:
         index: index of the step, which ``training_step`` gets as ``batch_idx``.
         validated: the number of batches on which ``model`` is validated; None: it is in a training
             step.
-        silent: whether the run's loggers write nothing, because this is not the run's own round.
+        silent: whether the Trainer shows a logger that writes nothing (Lightning's DummyLogger),
+            because this is not the run's own round.
         measures: whether the learner is measured, so that it is not in the training stage.
-        lent: notices writes of the learner at its Trainer; None outside of trials and workers.
+        lent: notices what the learner reaches at its Trainer; None outside of trials and workers.
     """
 
     data: Any = None
@@ -98,41 +131,35 @@ class ClientProgress:
     def validation_batches(self, trainer: Any) -> Any:
         return trainer.num_val_batches if self.validated is None else [self.validated]
 
-    def logger(self, logger: Any) -> Any:
-        """Return a logger of the run, or one that writes nothing."""
-        if not self.silent or logger is None:
-            return logger
-        return Silent(logger, self._wrote)
+    def loggers(self, trainer: Any) -> list[Any]:
+        """Return the run's loggers, or as many that write nothing."""
+        if self.silent and self.lent is not None and trainer.loggers:
+            self.lent.reach("the run's loggers")
+        return [DummyLogger() for _ in trainer.loggers] if self.silent else trainer.loggers
 
-    def _wrote(self) -> None:
-        if self.lent is not None:
-            self.lent.write_logs()
+    def logger(self, trainer: Any) -> Any:
+        return next(iter(self.loggers(trainer)), None)
+
+    def callbacks(self, trainer: Any) -> Any:
+        """Return the Trainer's callbacks; in a trial, copies of those that users wrote."""
+        if self.lent is None or not any(is_foreign(type(each)) for each in trainer.callbacks):
+            return trainer.callbacks
+        self.lent.reach("the Trainer's callbacks")
+        return [copy.copy(c) if is_foreign(type(c)) else c for c in trainer.callbacks]
 
     def _assigns(self, each: Any, name: str) -> None:
         if self.lent is not None:
             self.lent.assign(each, name)
 
     @contextmanager
-    def lending(self, learner: Any) -> Iterator[Lent]:
-        """Within this context, what ``learner`` writes at its Trainer is noticed; it is undone
-        afterwards.
-        """
-        self.lent = lent = Lent(learner)
+    def lending(self) -> Iterator[Lent]:
+        """Within this context, what the learner writes at its Trainer is noticed, then undone."""
+        self.lent = lent = Lent()
         try:
             yield lent
         finally:
             self.lent = None
             lent.undo()
-
-    def callbacks(self, trainer: Any) -> Any:
-        if self.lent is not None:
-            self.lent.reach(*users(trainer.callbacks))
-        return trainer.callbacks
-
-    def datamodule(self, trainer: Any, shown: View) -> View:
-        if self.lent is not None:
-            self.lent.reach(trainer.datamodule)
-        return shown
 
     def trainer(self, trainer: Any) -> Any:
         """Return a view of ``trainer`` that shows the current client's numbers.
@@ -168,10 +195,9 @@ class ClientProgress:
         if trainer.datamodule is not None:
             assigns = partial(self._assigns, trainer.datamodule)
             data = View(trainer.datamodule, assigns, train_dataloader=lambda: self.loader)
-            own["datamodule"] = lambda: self.datamodule(trainer, data)
-        own["callbacks"] = partial(self.callbacks, trainer)
-        own["logger"] = lambda: self.logger(trainer.logger)
-        own["loggers"] = lambda: [self.logger(each) for each in trainer.loggers]
+            own["datamodule"] = lambda: data
+        for name in ("callbacks", "logger", "loggers"):
+            own[name] = partial(getattr(self, name), trainer)
         self.view = View(trainer, partial(self._assigns, trainer), **own)
         return self.view
 

@@ -1,6 +1,8 @@
 """Sites' answers, checked: a message's bytes become one of these classes, or a wrong answer.
 
-Nothing behind this module sees a raw message of a site.
+Nothing behind this module sees a raw message of a site. Each function raises
+:class:`~fl_lightning.deploy.fields.WrongField` if a field is missing, too many, or not what it has
+to be.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from fl_lightning.aggregation.update_accumulator import ClientResult
 from fl_lightning.deploy.client_results import MOST_NAMES, UNFIT, Results
 from fl_lightning.deploy.fields import (
     LARGEST,
-    LONGEST_NAME,
     MOST,
     MOST_SAMPLES,
     Fields,
@@ -24,27 +25,10 @@ from fl_lightning.deploy.fields import (
 from fl_lightning.deploy.transport import Message, visible
 
 MOST_CONFIG = 2**22  # bytes of a site's config, which has a checksum of each frozen parameter
-MOST_HERE = 2**16  # bytes of a site's other facts, besides
-OF_CLIENT = 64  # bytes of each of its clients
 MOST_ERROR = 2000  # bytes of the text of an error
 # client → "" or "_finetuned" → metric → value, as evaluation.personal.measured gives them
 Values = dict[int, dict[str, dict[str, float]]]
 KINDS = {"before": "", "after": "_finetuned"}
-
-
-@dataclass(frozen=True)
-class SiteError:
-    """A site cannot go on. ``user``: because of something that a user has to correct."""
-
-    user: bool
-    text: str
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A site lacks parts of the model. ``base``: the version of its base; 0: the first."""
-
-    base: int
 
 
 @dataclass(frozen=True)
@@ -54,23 +38,17 @@ class Here:
     Args:
         place: a number that identifies the folder of its rows.
         own: whether it brought its data.
-        fewest_samples: metrics of fewer samples stay at the site.
         sizes, batches, tests: of each of its clients: samples, batches of an epoch, and test
             samples; ``tests`` is empty if the server did not ask for it.
-        shape: of a sample's x. ``config``: as :func:`~fl_lightning.deploy.same_config.config_of`.
+        config: as :func:`~fl_lightning.deploy.same_config.config_of`.
     """
 
     place: int
     own: bool
-    fewest_samples: int
     clients: list[int]
     sizes: list[int]
     batches: list[int]
     tests: list[int]
-    version: str
-    parameters: int
-    shape: tuple[int, ...]
-    classes: int
     config: dict[str, dict[str, Any]]
 
 
@@ -99,39 +77,28 @@ class Evaluated:
     left: list[tuple[str, str]]
 
 
-def failed(message: Message) -> SiteError:
-    """Return why a site cannot go on.
-
-    Raises:
-        WrongField: it does not say so.
-    """
+def failed(message: Message) -> str:
+    """Return why a site cannot go on, and whether its code failed."""
     fields = _about(message)
-    error = SiteError(fields.flag("user"), visible(fields.text("text", MOST_ERROR), MOST_ERROR))
+    of_code = "" if fields.flag("user") else " (an error of the code at that site)"
+    text = visible(fields.text("text", MOST_ERROR), MOST_ERROR)
     fields.end()
-    return error
+    return text + of_code
 
 
 def refusal(message: Message) -> str:
-    """Return the text of a transport about a site that does not run the app, or is not understood.
-
-    Raises:
-        WrongField: the message holds no text.
-    """
+    """Return a transport's text about a site that does not run the app, or is not understood."""
     return visible(Fields.of(message).text("text", MOST_ERROR), MOST_ERROR)
 
 
-def whole(message: Message, run: int) -> Whole:
-    """Return what a site lacks.
-
-    Raises:
-        WrongField: it is another message.
-    """
+def whole(message: Message, run: int) -> int:
+    """Return the version of the base of a site that lacks a part of the model; 0: the first."""
     fields = _about(message)
     fields.integer("run", run, run)
     fields.integer("round", -1)
-    found = Whole(fields.integer("base"))
+    base = fields.integer("base")
     fields.end()
-    return found
+    return base
 
 
 def here(message: Message, run: int, m: int, asks_tests: bool) -> Here:
@@ -140,14 +107,10 @@ def here(message: Message, run: int, m: int, asks_tests: bool) -> Here:
     Args:
         m: number of clients of the run.
         asks_tests: whether it was asked for its clients' numbers of test samples.
-
-    Raises:
-        WrongField: a field is missing, too many, or not what it has to be.
     """
     fields = _about(message)
-    _bounded(fields, message, MOST_CONFIG + MOST_HERE + m * OF_CLIENT)
     fields.integer("run", run, run)
-    clients = fields.integers("clients", -LARGEST, LARGEST)
+    clients = fields.integers("clients", 0, m - 1, most=m)
     n = len(clients)
     if not clients or len(set(clients)) < n:
         fields.wrong("clients", "names no client, or one twice")
@@ -158,15 +121,10 @@ def here(message: Message, run: int, m: int, asks_tests: bool) -> Here:
     found = Here(
         place=fields.integer("place"),
         own=fields.flag("own"),
-        fewest_samples=fields.integer("fewest_samples"),
         clients=clients,
         sizes=sizes,
         batches=batches,
         tests=fields.integers("tests", 0, MOST_SAMPLES, n) if asks_tests else [],
-        version=visible(fields.text("version", LONGEST_NAME)),
-        parameters=fields.integers("parameters", 0, LARGEST, 1)[0],
-        shape=tuple(fields.integers("shape", 0, LARGEST, most=16)),
-        classes=fields.integers("classes", 0, LARGEST, 1)[0],
         config=_config(fields),
     )
     fields.end()
@@ -188,15 +146,10 @@ def _config(fields: Fields) -> dict[str, dict[str, Any]]:
 
 
 def trained(
-    message: Message, run: int, t: int, clients: Collection[int], results: Results
+    message: Message, clients: Collection[int], run: int, t: int, results: Results
 ) -> Trained:
-    """Return what these clients bring from round t.
-
-    Raises:
-        WrongField: a field is missing, too many, or not what it has to be.
-    """
+    """Return what these clients bring from round t."""
     fields = _about(message)
-    _bounded(fields, message, results.most_bytes(len(clients)))
     fields.integer("run", run, run)
     fields.integer("round", t, t)
     changed = fields.under("changed")
@@ -230,9 +183,6 @@ def evaluated(
         tuned: whether to measure after fine-tuning, too.
         validated: the names that the validation of the server's own learner logs. The values of
             other names are left out. Empty: they are not known.
-
-    Raises:
-        WrongField: a field is missing, too many, or not what it has to be.
     """
     fields = _about(message)
     fields.integer("run", run, run)
@@ -269,7 +219,7 @@ def _measures(
     if "loss" not in names or len(names) > MOST_NAMES:
         fields.wrong("loss", f"is missing, or there are more than {MOST_NAMES} metrics")
     for name in names:
-        check_name(fields, "", name)
+        check_name(fields, name)
         value = fields.number(name)
         if validated and name not in validated:
             left.append((fields.within + name, "the server's validation logs no such metric"))
@@ -280,14 +230,6 @@ def _measures(
             value = math.nan
         values[name] = value
     return values
-
-
-def _bounded(fields: Fields, message: Message, most: int) -> None:
-    """Refuse a message whose arrays have more bytes, before any is read."""
-    if message.array_bytes > most:
-        largest = max(message.arrays, key=lambda name: message.arrays[name].nbytes)
-        size = message.arrays[largest].nbytes
-        fields.wrong(largest, f"has {size} bytes, and this whole answer may have {most}")
 
 
 def _about(message: Message) -> Fields:

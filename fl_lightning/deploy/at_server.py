@@ -4,33 +4,63 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import nn
 
+from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks import PerClientEvaluation
 from fl_lightning.deploy.answers import Values
-from fl_lightning.deploy.logged import KnownMetrics
+from fl_lightning.deploy.client_results import KnownMetrics
 from fl_lightning.deploy.progress import ServerProgress
 from fl_lightning.deploy.same_config import config_of
 from fl_lightning.deploy.site_data import Told
-from fl_lightning.deploy.site_hooks import check_learner, refuse_unsent
 from fl_lightning.deploy.sites_engine import Sites
 from fl_lightning.deploy.transport import Transport
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.validated_model import evaluated
+from fl_lightning.learner.modules import overrides
 from fl_lightning.loop import FederatedLoop
 from fl_lightning.machine.lightning import pl
 from fl_lightning.machine.processes import world_size
 from fl_lightning.storage.atomic_files import written_aside
 
 NUMBER = "sites.json"
-# keys in checkpoints: the clients' numbers of samples and batches, and the names of the learner's
-# attributes that hooks have changed
-TOLD = "told by sites"
-CHANGED = "sent to sites"
+TOLD = "told by sites"  # key in checkpoints: the clients' numbers of samples and batches
+# Sites run these hooks of a method. The server runs all others, on its own copy of the callback, so
+# sites know what those set only if it is a declared state that is sent.
+AT_SITES = (
+    "steps",
+    "parts",
+    "trained",
+    "on_local_start",
+    "perturbation",
+    "local_output",
+    "local_loss",
+    "local_batch",
+    "on_loss_gradient",
+    "on_local_gradient",
+    "precondition",
+    "on_direction",
+    "step_rate",
+    "on_local_step_end",
+    "on_local_end",
+    "transmit",
+    "encode",
+    "personal",
+)
+# Lightning's hooks that the server runs in each round, and sites do not.
+OF_ROUNDS = (
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_validation_end",
+)
 SAMPLES = 8  # of the server's, on which it lets the learner log its metrics once
 
 
@@ -45,7 +75,6 @@ class AtServer(pl.Callback):
             the run also waits for all clients whose numbers of samples are not known yet.
 
     ``told``: samples and batches of clients, as their sites sent them before the run was resumed.
-    ``changed``: names of the learner's attributes that hooks changed before that.
     ``measured_names``, ``known``: as :class:`~fl_lightning.deploy.sites_engine.Sites` reads them.
     """
 
@@ -63,34 +92,17 @@ class AtServer(pl.Callback):
         self.measured_names: set[str] = set()
         self.known = KnownMetrics()
         self.told: dict[int, tuple[int, int]] = {}
-        self.changed: list[str] = []
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         data = pl_module.run.loop.cohort.data
         if isinstance(data, Told):
             checkpoint[TOLD] = data.told()
-        checkpoint[CHANGED] = self.progress.changed()
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        try:
-            told = checkpoint.get(TOLD, {}).items()
-            self.told = {int(i): (int(size), int(batches)) for i, (size, batches) in told}
-        except (AttributeError, TypeError, ValueError) as error:
-            raise UserError(
-                f"ckpt_path: {TOLD} in the checkpoint is damaged ({str(error)[:100]}). Resume from "
-                "another one."
-            ) from error
-        changed = checkpoint.get(CHANGED, [])
-        if not isinstance(changed, list) or not all(isinstance(name, str) for name in changed):
-            raise UserError(
-                f"ckpt_path: {CHANGED} in the checkpoint is damaged ({str(changed)[:100]}). Resume "
-                "from another one."
-            )
-        self.changed = changed
+        self.told = checkpoint.get(TOLD, {})
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        learner, note = pl_module.learner, pl_module.note
-        self.progress = ServerProgress(trainer, learner, note, self.changed)
+        self.progress = ServerProgress(trainer, pl_module.learner, pl_module.note)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         loop = pl_module.run.loop
@@ -103,7 +115,7 @@ class AtServer(pl.Callback):
             loop.cohort.data = Told(loop.cohort.data)
             for client, numbers in self.told.items():
                 loop.cohort.data.tell(client, *numbers)
-        facts = run, self.timeout, config_of(pl_module.run)
+        facts = run, self.timeout, config_of(pl_module.run, loop.cohort.data)
         self.sites = sites = Sites(self.transport, loop, self.progress, *facts)
         sites.measured_names, sites.known = self.measured_names, self.known
         self.known.try_step(pl_module.run, trainer)
@@ -133,14 +145,14 @@ class AtServer(pl.Callback):
         self.measured_names |= trainer.callback_metrics.keys() - self.known.heard
 
     def one_client(self, module: Any) -> dict[str, float] | None:
-        # Which way is better is known when the learner logs a metric, so it logs its metrics once
-        # on the server's own samples.
-        data = module.trainer.datamodule
+        """Return the values of the server's own samples, which tell the metrics' names."""
+        if not self.sites.tests_clients():
+            return None
         evaluator = module.evaluator()
         w, evaluator.buffers = evaluated(module.global_model, module.trainer)
-        own = evaluator.validated(w, 0, np.arange(min(SAMPLES, int(data.client_sizes().sum()))))
-        self.sites.validated = {*own}
-        values = self.sites.one(evaluated(module.global_model, module.trainer))
+        samples = int(module.trainer.datamodule.client_sizes().sum())
+        values: dict[str, float] = evaluator.validated(w, 0, np.arange(min(SAMPLES, samples)))
+        self.sites.validated = {*values}
         return values
 
     def measured(
@@ -163,19 +175,13 @@ def number_in(folder: Path, begins: int) -> int:
         UserError: the run in the folder trained without sites.
     """
     path = folder / NUMBER
-    try:
+    if path.exists():
         return int(json.loads(path.read_text("utf-8"))["run"])
-    except FileNotFoundError:
-        if begins:
-            raise UserError(
-                f"--run-config folder={str(folder)!r}: the run in it trained {begins} rounds "
-                "without sites, so the sites have no rows of its clients. Give another folder."
-            ) from None
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    if begins:
         raise UserError(
-            f"--run-config folder={str(folder)!r}: {NUMBER} in it is damaged ({str(error)[:100]}). "
-            "Put it back from a copy, or give another folder."
-        ) from error
+            f"--run-config folder={str(folder)!r}: the run in it trained {begins} rounds without "
+            "sites, so the sites have no rows of its clients. Give another folder."
+        )
     run = secrets.randbelow(2**53)
     with written_aside(path) as file:
         file.write(json.dumps({"run": run}).encode())
@@ -183,11 +189,7 @@ def number_in(folder: Path, begins: int) -> int:
 
 
 def refuse_methods(callbacks: list[Any]) -> None:
-    """Refuse callbacks that cannot work while clients are at sites.
-
-    Raises:
-        UserError: naming one.
-    """
+    """Refuse callbacks that cannot work while clients are at sites."""
     for callback in callbacks:
         if what := getattr(callback, "not_over_sites", ""):
             raise UserError(
@@ -197,12 +199,13 @@ def refuse_methods(callbacks: list[Any]) -> None:
 
 
 def refuse(loop: FederatedLoop, callbacks: list[Any]) -> None:
-    """Before round 0, refuse what is impossible while clients are at sites.
-
-    Raises:
-        UserError: naming it.
-    """
+    """Before round 0, refuse what is impossible while clients are at sites."""
     refuse_methods(callbacks)
+    if loop.methods.owner("neighbours") is not None:
+        raise UserError(
+            f"method: {loop.methods.name_of_owner('neighbours')} has no server, and sites send "
+            "everything through one. Simulate the run with `fl-lightning fit`."
+        )
     if loop.settings.asynchronous is not None:
         raise UserError(
             "asynchronous: sites train when the server asks them to, round by round; only "
@@ -212,4 +215,35 @@ def refuse(loop: FederatedLoop, callbacks: list[Any]) -> None:
         raise UserError(
             f"trainer.devices: the server of sites is one process, and this run has {world_size()}."
             " Use --trainer.devices 1 --trainer.num_nodes 1."
+        )
+
+
+def refuse_unsent(callback: object, name: str) -> None:
+    """Refuse an attribute that a method assigns at the server, if sites run hooks of the method,
+    too.
+    """
+    if isinstance(callback, FederatedCallback) and any(map(callback.has, AT_SITES)):
+        raise UserError(
+            f"method: {type(callback).__name__} sets self.{name} in a hook that only the server "
+            f"runs, and sites, which run its other hooks, would not see it. Declare it with {name} "
+            "= ServerState(sent=True), or ServerState() if only hooks of the server read it; or "
+            "simulate with `fl-lightning fit`."
+        )
+
+
+def check_learner(
+    learner: nn.Module, changed: Collection[str], note: Callable[[str], None]
+) -> None:
+    """Note attributes that steps change, at sites, and that the server's hooks may read.
+
+    Args:
+        changed: names of the attributes that a training step changes.
+    """
+    hooks = [hook for hook in OF_ROUNDS if overrides(learner, hook)]
+    for full in changed if hooks else ():
+        note(
+            f"learner {type(learner).__name__}: training_step changes self.{full} at the sites, "
+            f"and {hooks[0]}, which only the server runs, finds it without these changes. In "
+            "training_step, log the value (self.log gives the mean over steps and clients), or "
+            "update a metric of torchmetrics"
         )

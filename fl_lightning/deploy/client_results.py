@@ -1,13 +1,16 @@
 """The results of clients in a site's answer: what they may hold follows from what the run declares.
 
 An answer holds exactly what the round's methods, the learner's buffers and its metrics declare.
-Whatever else it holds, lacks, or holds in another type, shape or range makes it a wrong answer.
+Whatever else it holds, lacks, or holds in another type, shape or range makes it a wrong answer. A
+site's word does not decide what a metric's name stands for, or which shape its state has: the
+server takes a step of its own learner.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,18 +21,23 @@ from torchmetrics.utilities.data import dim_zero_sum
 from fl_lightning.aggregation import traffic
 from fl_lightning.aggregation.metric_states import MetricStates, metrics_of
 from fl_lightning.aggregation.update_accumulator import ClientResult
+from fl_lightning.callback_list import CallbackList
+from fl_lightning.client.local_step import LocalTraining
 from fl_lightning.deploy import round_messages
 from fl_lightning.deploy.fields import LARGEST, MOST, Fields, check_name, finite
-from fl_lightning.deploy.logged import ALONE, Kind, KnownMetrics, Shape, kinds_of, shapes_of
 from fl_lightning.deploy.transport import Array
+from fl_lightning.engines.engine_context import LearnerCopies, engine_context_of
+from fl_lightning.engines.trials.dry_run import DryRun, tried_apart
+from fl_lightning.learner.attributes import Attributes
 from fl_lightning.learner.buffers import COUNTER
 from fl_lightning.loop import FederatedLoop
+from fl_lightning.round.client_group import LOSS
 from fl_lightning.round.context import Round
 from fl_lightning.round.declared_state import Upload
 
 Decode = Callable[[dict[str, Array], int, int], Tensor]
 # Only the server measures under these prefixes.
-OF_SERVER = ("val/", "test/", "clients/", "domains/", "time/", "cost/", "communication/")
+OF_SERVER = ("val/", "test/", "clients/", "domains/", "time/", "cost/", "communication/", "lr-")
 # Loggers and checkpoints read these of the server's fit.
 RESERVED = frozenset(
     {"epoch", "step", "global_step", "round", "client_lr", "server_lr", "hp_metric"}
@@ -38,11 +46,73 @@ MOST_NAMES = 1000  # of metrics that a client logs in a run, and the server's ow
 UNFIT = f"it is not finite, or above {MOST:.2g}"
 # States by which torchmetrics divide; also where they are fractions they count from 0.
 DIVISORS = frozenset({"weight", "total", "count", "num_obs", "n_total", "num_total"})
-MOST_MOMENTS = 8  # vectors of D numbers in an optimizer's state
-MOST_FACTS = 2**16  # single numbers that a client keeps: of its optimizer, and of its last round
 MOST_COUNTED = 2**31  # by how much a buffer that counts may grow in a round
 LARGEST_FLOAT = 2.0**127  # nearly the largest number of single precision
-_ROOM = 2**20  # bytes of a message for names and numbers
+ALONE = -1  # of a name: the value of a metric whose states cannot be merged
+Kind = int | None  # of a name: the place of a metric in the learner, ALONE, or None: a mean
+
+
+@dataclass
+class KnownMetrics:
+    """What the server knows of the metrics that clients log.
+
+    Args:
+        kinds: of each name that a step of the server's own learner logs.
+        shapes: of each state that this step updates, by the metric's place and the state's name.
+        heard: the names in all answers so far.
+        others: by client, those of its names that are not among ``kinds``.
+        changed: names of the learner's attributes that the step changed.
+    """
+
+    kinds: dict[str, Kind] = field(default_factory=lambda: {LOSS: None})
+    shapes: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
+    heard: set[str] = field(default_factory=set)
+    others: dict[int, set[str]] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+
+    def try_step(self, run: Any, trainer: Any) -> None:
+        """Take a step on the server's own samples, on a copy, which changes nothing of the run.
+
+        If no step can be taken, nothing is known of what steps log.
+        """
+        cohort = run.cohort(trainer)
+        settings = run.settings
+        work = LocalTraining(
+            trainer.datamodule, CallbackList([]), cohort.seed, accumulate=settings.accumulate
+        )
+        situation = engine_context_of(trainer, settings, run.model, run.optimizers, work, cohort)
+        copies = LearnerCopies(situation)
+        copies.treat_as_buffers(run.model.as_buffers)
+        try:
+            with tried_apart(situation):
+                trial = DryRun(copies)
+                before = Attributes(trial.copy.learner)
+                trial.run(cohort.tried(0)[0], 1)
+        except Exception:
+            # The server's samples need not suffice for a step, and hooks may come later.
+            return
+        self.changed = before.changed_by_learner(trial.copy.learner)
+        metrics = trial.metrics[-1] if trial.metrics else None
+        self.kinds |= kinds_of(trial.logged, metrics)
+        self.shapes |= shapes_of(metrics)
+
+
+def kinds_of(logs: Mapping[str, Any], metrics: MetricStates | None) -> dict[str, Kind]:
+    """Return what the names stand for that a client logs."""
+    kinds: dict[str, Kind] = dict.fromkeys(logs)
+    if metrics is not None:
+        kinds |= metrics.names
+        kinds |= dict.fromkeys(metrics.alone, ALONE)
+    return kinds
+
+
+def shapes_of(metrics: MetricStates | None) -> dict[tuple[int, str], tuple[int, ...]]:
+    """Return the shapes of a client's states of metrics; a list has none."""
+    shapes = {}
+    for j, (_, states) in ({} if metrics is None else metrics.states).items():
+        for name, value in states.items():
+            shapes[j, name] = tuple(value.shape) if isinstance(value, Tensor) else ()
+    return shapes
 
 
 class Results:
@@ -52,8 +122,6 @@ class Results:
         decode: ``decode`` of the method that owns ``transmit``, if it has one.
         measured: names of metrics that the server itself measures.
         known: what the server knows of clients' metrics. Only answers that are accepted add to it.
-        fewest: by client, the number of samples that its site declared: logs and metrics of fewer
-            samples stay at the site. 0: the site sends all.
 
     ``withheld``: of each client that finished, whether its logs and metrics stay at its site.
     ``left``: fields of the present answer whose values do not count, each with the reason.
@@ -66,22 +134,20 @@ class Results:
         decode: Decode | None,
         measured: set[str],
         known: KnownMetrics,
-        fewest: Mapping[int, int],
     ) -> None:
         self.round = round
         self.methods = loop.methods
         self.decode = decode
         self.measured = measured
         self.known = known
-        self.fewest = fewest
         self.withheld: list[bool] = []
         self.left: list[tuple[str, str]] = []
         self.size = round.layout.size
         declared = self.methods.declared
         self.uploads = {key: each for key, each in declared.items() if isinstance(each, Upload)}
-        kept = {key: each for key, each in declared.items() if each.keeps_rows}
-        self.rows = {key: each for key, each in kept.items() if each.comes_from_sites}
-        self.keeps_optimizer = loop.settings.keep_optimizer_state
+        self.rows = {
+            key: each for key, each in declared.items() if each.keeps_rows and each.comes_from_sites
+        }
         self.metrics = metrics_of(loop.model.learner)
         policy = loop.buffers
         averaged = {n: v for n, v in round.buffers.items() if policy.averages(n, v)}
@@ -89,46 +155,18 @@ class Results:
         self.maxima = {n: v for n, v in averaged.items() if not _is_real(v)}
         # Which clients train which coordinates: each client says so itself.
         self.holds = self.methods.partial_training is not None and round.trained is None
-        self.homes: list[ClientResult] = []
-
-    def most_bytes(self, clients: int) -> int:
-        """Return how many bytes an answer about so many clients may have."""
-        numbers = 4 * self.size
-        for each in (*self.uploads.values(), *self.rows.values()):
-            numbers += math.prod(each.sized(self.size))
-        numbers += sum(value.numel() for value in self.round.buffers.values())
-        for metric in self.metrics:
-            numbers += sum(map(_numel, metric._defaults.values())) + 2**16
-        return (clients + 1) * (16 * numbers + _ROOM)
-
-    def most_kept(self) -> int:
-        """Return how many numbers a client may keep until its next round."""
-        kept = [each for each in self.methods.declared.values() if each.keeps_rows]
-        numbers = sum(math.prod(each.sized(self.size)) for each in kept)
-        numbers += sum(value.numel() for value in self.round.buffers.values())
-        # A copy of its parts of the model, and its optimizer's state.
-        return numbers + (1 + MOST_MOMENTS * self.keeps_optimizer) * self.size + MOST_FACTS
 
     def of_client(self, fields: Fields, client: int) -> ClientResult:
-        """Return one client's results.
-
-        Raises:
-            WrongField: they are not what the run declares.
-        """
+        """Return one client's results."""
         home = ClientResult(client, self._counts(fields))
         home.finished = fields.flag("finished")
-        readers = {type(callback).__name__ for callback in self.methods.callbacks}
-        for name in [*(reads := fields.under("reads")).numbers]:
-            if name not in readers or not reads.flag(name):
-                reads.wrong(name, "is not a method of this run")
-            home.mean_gradient_readers.add(name)
         if home.finished:
             self._update(fields, home)
             self._uploads(fields, home)
             self._buffers(fields, home)
             self._rows(fields.under("row"), home)
-            home.kept = fields.optional("kept", 0, self.most_kept())
-            home.withheld = self._withheld(fields, client)
+            home.kept = fields.optional("kept")
+            home.withheld = fields.optional("withheld", 1, 1) is not None
             if not home.withheld:
                 home.logs = self._logs(fields.under("log"))
                 if fields.optional("metrics", 1, 1):
@@ -141,34 +179,10 @@ class Results:
         """Note what an answer that counts logs."""
         for home in homes:
             self.withheld += [home.withheld] * home.finished
-            if logged := kinds_of(home.logs, home.metrics):
-                self.homes.append(home)
-                self.known.heard |= logged.keys()
-                if others := logged.keys() - self.known.kinds.keys():
-                    self.known.others.setdefault(home.client, set()).update(others)
-
-    def disputed(self) -> set[str]:
-        """Return the names about which the round's clients do not agree.
-
-        The server does not know them from its own learner. Clients' states lose them.
-        """
-        said: dict[str, set[Kind]] = {}
-        shapes: dict[tuple[int, str], set[Shape]] = {}
-        for home in self.homes:
-            for name, kind in kinds_of(home.logs, home.metrics).items():
-                said.setdefault(name, set()).add(kind)
-            for state, shape in shapes_of(home.metrics).items():
-                shapes.setdefault(state, set()).add(shape)
-        places = {j for (j, _), each in shapes.items() if len(each) > 1}
-        names = {name for name, each in said.items() if len(each) > 1 or each & places}
-        for home in self.homes:
-            if home.metrics is not None:
-                for name in names:
-                    home.metrics.names.pop(name, None)
-                    home.metrics.alone.pop(name, None)
-                for j in places:
-                    home.metrics.states.pop(j, None)
-        return names
+            logged = kinds_of(home.logs, home.metrics).keys()
+            self.known.heard |= logged
+            if others := logged - self.known.kinds.keys():
+                self.known.others.setdefault(home.client, set()).update(others)
 
     def _check_kinds(self, fields: Fields, home: ClientResult) -> None:
         """Refuse a name that is another metric's at the server, or one name too many."""
@@ -183,19 +197,15 @@ class Results:
             fields.wrong("log/…", f"brings this client to more than {MOST_NAMES} names of metrics")
 
     def _counts(self, fields: Fields) -> list[int]:
-        most = self.most_bytes(1)
         counts = fields.integers("counts", 0, 2**40, traffic.COUNTS)
         if counts[traffic.CLIENTS] != 1 or counts[traffic.DOWN_PARAMETERS] > self.size:
             fields.wrong("counts", "does not count the traffic of one client")
-        up = (traffic.UP_PARAMETERS, traffic.UP_BYTES, traffic.BUFFER_BYTES)
-        if any(counts[place] > most for place in up):
-            fields.wrong("counts", f"says that more than {most} bytes were sent")
         return counts
 
     def _update(self, fields: Fields, home: ClientResult) -> None:
         w = self.round.w
         if self.holds:
-            home.holds = self._mask(fields, "holds").to(w.device)
+            home.holds = fields.mask("holds", self.size).to(w.device)
         where = round_messages.travelling(self.round, home)
         codes = fields.under("code")
         if self.decode is not None:
@@ -205,12 +215,6 @@ class Results:
         shape = (self.size if where is None else int(where.sum()),)
         part = fields.tensor("update", [shape], w.dtype, most=MOST)
         home.update = round_messages.spread(part, (self.size,), where).to(w.device)
-
-    def _mask(self, fields: Fields, name: str) -> Tensor:
-        try:
-            return round_messages.got_mask(fields.array(name, "u"), self.size)
-        except ValueError as error:
-            fields.wrong(name, f"is not a mask of {self.size} coordinates ({error})")
 
     def _decoded(self, codes: Fields, client: int) -> Tensor:
         """Return the update in a method's codes, which the method's ``decode`` checks."""
@@ -225,7 +229,8 @@ class Results:
             update = self.decode(arrays, self.round.t, client)
             update = torch.as_tensor(update).reshape(self.size)
         except Exception as error:
-            codes.wrong("…", f"is not what the method's decode accepts ({_said(error)})")
+            said = f"{type(error).__name__}: {str(error)[:100]}"
+            codes.wrong("…", f"is not what the method's decode accepts ({said})")
         if not update.is_floating_point() or not finite(update.to(self.round.w.dtype), MOST):
             codes.wrong("…", "stands for numbers that are not finite", finite=False)
         return update
@@ -287,108 +292,75 @@ class Results:
             home.rows[key] = row
         fields.end()
 
-    def _withheld(self, fields: Fields, client: int) -> bool:
-        """Return whether the client's logs and metrics stay at its site, as the site declared."""
-        fewest = self.fewest.get(client, 0)
-        samples = self.round.sizes[client]
-        withheld = fields.optional("withheld", 1, 1) is not None
-        # A site may also withhold the values of a round whose steps read fewer samples.
-        if withheld and fewest <= 1:
-            fields.wrong("withheld", f"is 1, and the site declared fewest_samples={fewest}")
-        if not withheld and samples < fewest:
-            fields.wrong(
-                "withheld",
-                f"is missing, and the site declared fewest_samples={fewest} for {samples} samples",
-            )
-        return withheld
-
     def _logs(self, fields: Fields) -> dict[str, Tensor]:
         logs = {}
         for name in [*fields.numbers]:
             # A learner may log NaN or infinity: then the mean is that of the other clients.
             number = fields.number(name)
-            if self._counts_as(fields, name) and self._fits(fields, name, number):
+            if self._counts_as(fields, name, number):
                 logs[name] = torch.tensor(number, dtype=torch.float64, device=self.round.w.device)
         fields.end()
         return logs
 
-    def _counts_as(self, fields: Fields, name: str) -> bool:
-        """Return whether a metric's name is a client's; otherwise the server's value counts.
-
-        Raises:
-            WrongField: only the server measures under such a name.
-        """
-        check_name(fields, "", name)
-        if name.startswith(OF_SERVER):
-            fields.wrong(name, "has the name of a metric that only the server measures")
-        reserved = name in RESERVED or name.startswith("lr-")
-        if reserved:
-            self.left.append((fields.within + name, "this name is the server's"))
+    def _counts_as(self, fields: Fields, name: str, value: float = 0.0) -> bool:
+        """Return whether a client's value of a metric counts; otherwise the server's may."""
+        check_name(fields, name)
+        why = "" if abs(value) <= MOST else UNFIT  # NaN is in no order
+        if name.startswith(OF_SERVER) or name in RESERVED:
+            why = "this name is the server's"
+        if why:
+            self.left.append((fields.within + name, why))
         # The learner may log a name in validation, too.
-        return not reserved and name not in self.measured
-
-    def _fits(self, fields: Fields, name: str, value: float) -> bool:
-        if abs(value) <= MOST:  # NaN is in no order
-            return True
-        self.left.append((fields.within + name, UNFIT))
-        return False
+        return not why and name not in self.measured
 
     def _metric_states(self, fields: Fields) -> MetricStates:
         found = MetricStates()
         updates = fields.under("updates")
         states = fields.under("state")
-        items = fields.under("items")
         places = {str(j): j for j in range(len(self.metrics))}
         for word in [*updates.numbers]:
             if word not in places:
                 updates.wrong(word, "is not the place of a metric of the learner")
             count = updates.integer(word, 1, 2**40)
-            j = places[word]
-            here = states.under(word), items.under(word)
-            found.states[j] = count, self._states(*here, j, self.metrics[j])
-        for left in (updates, states, items):
-            left.end()
+            j, of_metric = places[word], states.under(word)
+            if any(place == j for place, _ in self.known.shapes):
+                found.states[j] = count, self._states(of_metric, j, self.metrics[j])
+        updates.end()
+        states.end()
         names = fields.under("name")
         for name in [*names.numbers]:
-            j = names.integer(name, 0, len(self.metrics))
-            if j not in found.states:
+            j = names.integer(name, 0, len(self.metrics) - 1)
+            if name not in self.known.kinds:
+                self.left.append((names.within + name, "the server's own step logs no such metric"))
+            elif j not in found.states:
                 names.wrong(name, "is the name of a metric whose states are not there")
-            if self._counts_as(names, name):
+            elif self._counts_as(names, name):
                 found.names[name] = j
         names.end()
         own = fields.under("alone")
-        for name in own.tensors():
+        for name in [*own.arrays]:
             array = own.array(name, "f")
             if array.shape != () or array.dtype != "float64":
                 own.wrong(name, "is not a number in double precision")
-            value = float(array)
-            if self._counts_as(own, name) and self._fits(own, name, value):
-                found.alone[name] = torch.tensor(value, dtype=torch.float64)
+            if self._counts_as(own, name, float(array)):
+                found.alone[name] = torch.tensor(float(array), dtype=torch.float64)
         own.end()
         return found
 
-    def _states(self, fields: Fields, items: Fields, j: int, metric: Metric) -> dict[str, Any]:
+    def _states(self, fields: Fields, j: int, metric: Metric) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for name, default in metric._defaults.items():
-            if isinstance(default, list):
-                # A site sends no list, because it would hold values of single samples.
-                items.integer(name, 0, 0)
-                values[name] = []
-                continue
-            values[name] = self._state(fields, j, name, default, metric._reductions[name])
-        items.end()
+            # A site sends no list, because it would hold values of single samples.
+            values[name] = []
+            if isinstance(default, Tensor):
+                values[name] = self._state(fields, j, name, default, metric._reductions[name])
         fields.end()
         return values
 
     def _state(self, fields: Fields, j: int, name: str, default: Tensor, reduction: Any) -> Tensor:
-        shape = tuple(default.shape)
-        shapes = [self.known.shapes.get((j, name), shape)]
+        # A state that begins as one number may get an axis at the first update.
+        shapes = [self.known.shapes[j, name]]
         array = fields.arrays.get(name)
-        # A state that begins as one number may get an axis at the first update. If the server's
-        # own step did not update it, the clients have to agree: see `disputed`.
-        free = not shape and (j, name) not in self.known.shapes
-        if array is not None and free and array.size <= 2**16:
-            shapes.append(array.shape)
         dtype = default.dtype
         if array is not None and array.dtype.kind == "f" and not _is_real(default):
             dtype = torch.get_default_dtype()  # a count may become a fraction
@@ -418,11 +390,3 @@ def _is_real(value: Tensor) -> bool:
 def _is_variance(name: str) -> bool:
     leaf = name.rpartition(".")[2]
     return leaf in ("running_var", "moving_var", "moving_variance", "running_variance")
-
-
-def _numel(state: Any) -> int:
-    return state.numel() if isinstance(state, Tensor) else 0
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:100]}"

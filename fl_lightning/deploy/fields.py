@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Collection
 from typing import NoReturn
 
@@ -52,11 +53,7 @@ class Fields:
         return cls(dict(message.numbers), dict(message.arrays))
 
     def wrong(self, name: str, why: str, finite: bool = True) -> NoReturn:
-        """Refuse a field.
-
-        Raises:
-            WrongField: always.
-        """
+        """Refuse a field."""
         raise WrongField(self.within + name, why, finite)
 
     def by_first(self, words: Collection[str]) -> dict[str, Fields]:
@@ -78,11 +75,7 @@ class Fields:
         return self.by_first([word])[word]
 
     def end(self) -> None:
-        """Refuse the fields that were not taken.
-
-        Raises:
-            WrongField: there is one.
-        """
+        """Refuse the fields that were not taken."""
         for name in (*self.numbers, *self.arrays):
             self.wrong(name, "was not asked for")
 
@@ -136,7 +129,7 @@ class Fields:
             self.wrong(name, f"is not a text of at most {most} bytes")
         return said(array)
 
-    def array(self, name: str, kinds: str) -> Array:
+    def array(self, name: str, kinds: str = "biufcV") -> Array:
         """Take an array of one of these kinds of numbers, as NumPy calls them."""
         array = self.arrays.pop(name, None)
         if array is None:
@@ -145,18 +138,23 @@ class Fields:
             self.wrong(name, f"has the type {array.dtype}, which is not accepted there")
         return array
 
-    def tensors(self) -> list[str]:
-        """Return the names of the tensors."""
-        return [name.removesuffix(BFLOAT) for name in self.arrays]
-
-    def has(self, name: str) -> bool:
-        """Return whether there is this tensor."""
-        return name in self.arrays or name + BFLOAT in self.arrays
+    def mask(self, name: str, size: int) -> Tensor:
+        """Take a mask ``(size,)``, as bits that are compressed."""
+        length = (size + 7) // 8
+        try:
+            # A compressed message must not expand to more than the mask's size.
+            packed = self.array(name, "u").tobytes()
+            bits = zlib.decompressobj().decompress(packed, length + 1)
+        except zlib.error as error:
+            self.wrong(name, f"is not a mask ({error})")
+        if len(bits) != length:
+            self.wrong(name, f"is not a mask of {size} coordinates, which has {length} bytes")
+        return torch.from_numpy(np.unpackbits(np.frombuffer(bits, np.uint8), count=size) > 0)
 
     def tensor(
         self,
         name: str,
-        shapes: Collection[tuple[int, ...]],
+        shapes: Collection[tuple[int, ...]] | None,
         dtype: torch.dtype,
         infinite: bool = False,
         most: float = math.inf,
@@ -164,41 +162,35 @@ class Fields:
         """Take a tensor, in memory of its own.
 
         Args:
-            shapes: the accepted shapes.
+            shapes: the accepted shapes; None: all.
             dtype: its numbers are of this kind (whole ones of this very type), and finite in it.
             infinite: whether its numbers may be infinite.
             most: the largest magnitude of its numbers.
         """
-        bits = name + BFLOAT in self.arrays
-        kind = "iu" if bits else _kind(dtype)
-        array = self.array(name + BFLOAT if bits else name, kind)
-        if array.shape not in shapes:
+        array = self.array(name)
+        if shapes is not None and array.shape not in shapes:
             expected = " or ".join(sorted({str(shape) for shape in shapes}))
             self.wrong(name, f"has the shape {array.shape}, and not {expected}")
-        value = torch.from_numpy(np.array(array, order="C"))
-        if bits:
-            if value.dtype != torch.int16 or not dtype.is_floating_point:
-                self.wrong(name, f"has the type {array.dtype}, which is not accepted there")
-            value = value.view(torch.bfloat16)
-            kind = "f"
-        if kind == "iu" and value.dtype != dtype:
-            self.wrong(name, f"has the type {array.dtype}, and not {dtype}")
+        value = tensor_of(array)
+        real, imaginary = value.is_floating_point(), value.is_complex()
+        alike = real == dtype.is_floating_point and imaginary == dtype.is_complex
+        if not alike or (not (real or imaginary) and value.dtype != dtype):
+            self.wrong(name, f"has the type {value.dtype}, and not {dtype}")
         converted = value.to(dtype)
         if infinite and bool(converted.isnan().any()):
             self.wrong(name, "holds NaN", finite=False)
-        if kind in ("f", "c") and not infinite and not finite(converted, most):
+        if (real or imaginary) and not infinite and not finite(converted, most):
             what = "not finite" if most == math.inf else f"not finite or above {most:.2g}"
             self.wrong(name, f"holds numbers that are {what} in {dtype}", finite=False)
         return value
 
 
-def _kind(dtype: torch.dtype) -> str:
-    """Return the kinds of numbers that stand for this type, as NumPy calls them."""
-    if dtype.is_floating_point:
-        return "f"
-    if dtype.is_complex:
-        return "c"
-    return "b" if dtype == torch.bool else "iu"
+def tensor_of(array: Array) -> Tensor:
+    """Return the tensor whose numbers an array has, in memory of its own."""
+    copied = np.array(array, order="C")
+    if array.dtype == BFLOAT:
+        return torch.from_numpy(copied.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(copied)
 
 
 def finite(values: Tensor, most: float = math.inf) -> bool:
@@ -210,11 +202,7 @@ def finite(values: Tensor, most: float = math.inf) -> bool:
     return math.isfinite(low) and math.isfinite(high) and -most <= low and high <= most
 
 
-def check_name(fields: Fields, prefix: str, name: str) -> None:
-    """Refuse the name of a metric that is long, or has other signs than names of metrics have.
-
-    Raises:
-        WrongField: it does.
-    """
+def check_name(fields: Fields, name: str) -> None:
+    """Refuse the name of a metric that is long, or has other signs than names of metrics have."""
     if not name or len(name) > LONGEST_NAME or not name.isprintable():
-        fields.wrong(prefix + name, "has a name that no metric can have")
+        fields.wrong(name, "has a name that no metric can have")

@@ -1,201 +1,150 @@
-"""The model in a question of the server, checked by a site before it uses anything of it."""
+"""Each question of the server, checked by a site before it uses anything of it.
+
+A site compares its config with the server's when it is greeted. So whatever the config does not
+have, the server has no reason to ask for.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from itertools import count
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.callback_list import CallbackList
-from fl_lightning.deploy import round_messages
-from fl_lightning.deploy.fields import LARGEST, Fields, WrongField
-from fl_lightning.deploy.sent_base import ANY, BaseAtSite
-from fl_lightning.deploy.transport import BFLOAT, Message
+from fl_lightning.deploy.fields import LARGEST, Fields, WrongField, tensor_of
+from fl_lightning.deploy.progress import FOREVER
+from fl_lightning.deploy.sent_model import ANY
+from fl_lightning.deploy.transport import Message
 from fl_lightning.errors import UserError
-from fl_lightning.round.global_model import GlobalModel
-from fl_lightning.round.model_parts import AVERAGED, Parts
+from fl_lightning.round.model_parts import AVERAGED
 
 MOST_NAMES = 2**20  # bytes of the names of columns or classes
 ROUNDING = 1e-9  # relative, of a sum of weights
 
 
-class Asked(Protocol):
-    """A site: what its learner and methods declare, and what it has of the server's model."""
+def check(message: Message, site: Any) -> None:
+    """Refuse a question for more than the site's own file and config have, or whose model, buffers
+    and states are not those of the site's learner and methods.
 
-    model: GlobalModel
-    methods: CallbackList
-    parts: Parts | None
-    base: BaseAtSite | None
-
-    def lacks_model(self, message: Message) -> bool:
-        """Return whether the message builds on a model that the site does not have."""
-
-    def parts_sent(self, message: Message) -> Tensor:
-        """Return ``(D,)`` bool: the coordinates of w that are in the message."""
-
-
-def refused(error: WrongField) -> UserError:
-    """Return the error of a question with a wrong field."""
-    return UserError(f"the server's question is refused: {error}.")
-
-
-def check_hello(message: Message) -> None:
-    """Refuse a hello without the run's numbers.
-
-    Raises:
-        UserError: it names the field.
+    Args:
+        site: a :class:`~fl_lightning.deploy.site.Site`.
     """
     fields = Fields.of(message)
     try:
-        fields.optional("question")
-        fields.integer("run")
-        fields.integer("m", 1)
-        fields.optional("tests", 0, 1)
-        if "shape" in fields.arrays:
-            fields.integers("shape", 0, LARGEST, most=16)
-        for name in ("column_names", "class_names"):
-            if name in fields.arrays:
-                fields.text(name, MOST_NAMES)
-    except WrongField as error:
-        raise refused(error) from error
-
-
-def check_model(message: Message, site: Asked) -> None:
-    """Refuse a model, buffers and states that are not those of this site's learner and methods.
-
-    The question's other fields have been checked (:class:`~fl_lightning.deploy.permitted`).
-
-    Raises:
-        UserError: it names the field.
-    """
-    fields = Fields.of(message)
-    try:
-        _numbers(fields, site)
+        if message.what == "hello":
+            _hello(fields)
+            return
+        _numbers(fields, message.what, site)
         # The site asks for the model that it lacks, and uses nothing of this one.
         if not site.lacks_model(message):
-            _arrays(fields, site, message)
+            _arrays(fields, site)
     except WrongField as error:
-        raise refused(error) from error
+        raise UserError(f"this site does not answer the server's question: {error}.") from error
 
 
-def _numbers(fields: Fields, site: Asked) -> None:
+def _hello(fields: Fields) -> None:
     fields.optional("question")
-    fields.optional("since", -1)
+    fields.integer("run")
+    fields.integer("m", 1)
+    fields.optional("tests", 0, 1)
+    if "shape" in fields.arrays:
+        fields.integers("shape", 0, LARGEST, most=16)
+    for name in ("column_names", "class_names"):
+        if name in fields.arrays:
+            fields.text(name, MOST_NAMES)
+
+
+def _numbers(fields: Fields, what: str, site: Any) -> None:
+    for name in ("run", "epoch", "steps"):
+        fields.integer(name)
+    fields.integer("round", 0 if what == "round" else -1)
+    fields.integer("max_epochs", FOREVER)
+    for name in ("question", "since"):
+        fields.optional(name)
     if "changed" in fields.arrays:
         fields.integer("model")
     if site.base is not None:
         fields.integer("base")
         fields.integer("base_from", ANY)
+    mine = fields.integers("mine", 0, LARGEST)
+    if not {*mine} <= {*site.clients} or len({*mine}) < len(mine):
+        fields.wrong("mine", f"asks for clients {mine[:10]}, and this site holds {site.clients}")
+    fields.integers("counted", -1, LARGEST, len(mine))
+    _weights(fields, len(mine), what)
+    if what == "evaluate" and fields.number("epochs") not in site.finetune_epochs:
+        own = sorted(site.finetune_epochs)
+        fields.wrong("epochs", f"is not one of {own}, after which PerClientEvaluation measures")
 
 
-def _arrays(fields: Fields, site: Asked, message: Message) -> None:
-    size, dtype = site.model.layout.size, site.model.w.dtype
-    fields.tensor("w", [(_sent(fields, site, message),)], dtype)
-    for name in ("w0", "evaluated"):
-        if fields.has(name):
-            fields.tensor(name, [(size,)], dtype)
-    _weights(fields)
-    _buffers(fields.under("buffer"), site)
-    _states(fields.under("state"), site)
-    _base(fields.under("base"), {} if site.base is None else site.base.weights.values)
-
-
-def _sent(fields: Fields, site: Asked, message: Message) -> int:
-    """Return how many coordinates of w the message has."""
-    size = site.model.layout.size
-    if "changed" in fields.arrays:
-        try:
-            return int(round_messages.got_mask(fields.array("changed", "u"), size).sum())
-        except ValueError as error:
-            fields.wrong("changed", f"is not a mask of {size} coordinates ({error})")
-    if message.numbers["whole"]:
-        return size
-    if site.parts is None:
-        fields.wrong("whole", "is 0, but this run's model has no parts")
-    shape = (len(site.parts.masks),)
-    if (parts := fields.array("parts", "b")).shape != shape:
-        fields.wrong("parts", f"has the shape {parts.shape}, and not {shape}")
-    return int(site.parts_sent(message).sum())
-
-
-def _weights(fields: Fields) -> None:
-    clients = len(fields.arrays["mine"])
+def _weights(fields: Fields, clients: int, what: str) -> None:
     mine = float(clients)
     if "weights" in fields.arrays:
         weights = fields.tensor("weights", [(clients,)], torch.float64)
         if bool((weights < 0).any()):
             fields.wrong("weights", "holds a weight below 0")
         mine = float(weights.sum())
-    if "total_weight" in fields.numbers:
+    if what == "round":
         total = fields.number("total_weight", finite=True)
         if not math.isfinite(mine) or total < mine * (1 - ROUNDING):
             fields.wrong("total_weight", f"is {total:g}, and this site's clients weigh {mine:g}")
 
 
-def _buffers(fields: Fields, site: Asked) -> None:
+def _arrays(fields: Fields, site: Any) -> None:
+    size, dtype = site.model.layout.size, site.model.w.dtype
+    sent = size
+    if "changed" in fields.arrays:
+        sent = int(fields.mask("changed", size).sum())
+    fields.tensor("w", [(sent,)], dtype)
+    for name in ("w0", "evaluated"):
+        if name in fields.arrays:
+            fields.tensor(name, [(size,)], dtype)
+    _buffers(fields.under("buffer"), site)
+    states = fields.under("state")
+    for key, declared in site.methods.sent_to_clients().items():
+        wanted = declared.dtype or dtype
+        states.tensor(key, [declared.sized(size)], wanted, infinite=wanted.is_floating_point)
+    if site.parts is not None and AVERAGED in states.arrays:
+        states.tensor(AVERAGED, [(len(site.parts.masks),)], torch.int64)
+    states.end()
+    _base(fields.under("base"), {} if site.base is None else site.base.weights.values)
+
+
+def _buffers(fields: Fields, site: Any) -> None:
+    """Refuse buffers of other shapes or kinds than the learner's; they may hold any numbers."""
     learner = site.model.learner
     buffers = dict(learner.named_buffers())
     # Frozen parameters that steps write travel as buffers, too.
     frozen = {name: p for name, p in learner.named_parameters() if not p.requires_grad}
-    for name, own in buffers.items():
-        if not fields.has(name):
-            fields.wrong(name, "is missing")
-        _like(fields, name, own)
-    for name in fields.tensors():
-        if name not in frozen:
+    for name in {**buffers, **fields.arrays}:
+        own: Tensor | None = buffers.get(name, frozen.get(name))
+        if own is None:
             fields.wrong(name, "is not a buffer of the learner")
-        _like(fields, name, frozen[name])
-
-
-def _like(fields: Fields, name: str, own: Tensor) -> None:
-    """Refuse a buffer of another shape or kind than the learner's; it may hold any numbers."""
-    shape = tuple(own.shape)
-    bits = name not in fields.arrays
-    array = fields.array(name + BFLOAT if bits else name, "biufc")
-    kind = "f" if bits else array.dtype.kind
-    kinds = {True: "f", False: "c" if own.is_complex() else "biu"}[own.is_floating_point()]
-    if array.shape != shape or kind not in kinds:
-        given = f"the shape {array.shape} and the type {array.dtype}"
-        fields.wrong(name, f"has {given}, and the learner's has {shape} and {own.dtype}")
-
-
-def _states(fields: Fields, site: Asked) -> None:
-    size, dtype = site.model.layout.size, site.model.w.dtype
-    for key, declared in site.methods.sent_to_clients().items():
-        wanted = declared.dtype or dtype
-        fields.tensor(key, [declared.sized(size)], wanted, infinite=wanted.is_floating_point)
-    if site.parts is not None and AVERAGED in fields.arrays:
-        fields.tensor(AVERAGED, [(len(site.parts.masks),)], torch.int64)
-    fields.end()
+        came = tensor_of(fields.array(name))
+        kinds = [(each.is_floating_point(), each.is_complex()) for each in (own, came)]
+        if came.shape != own.shape or kinds[0] != kinds[1]:
+            given = f"the shape {tuple(came.shape)} and the type {came.dtype}"
+            fields.wrong(name, f"has {given}, and the learner's is {tuple(own.shape)}, {own.dtype}")
 
 
 def _base(fields: Fields, weights: Mapping[str, Tensor]) -> None:
     """Refuse changes of frozen weights that do not fit them."""
     for k, value in enumerate(weights.values()):
         own = fields.under(str(k))
-        if own.has("whole"):
+        if "whole" in own.arrays:
             own.tensor("whole", [tuple(value.shape)], value.dtype)
-        i = 0
-        while own.has(f"{i}/left"):
-            left = _factor(own, f"{i}/left")
-            if not own.has(f"{i}/right"):
-                fits = left.shape == value.shape
-            else:
-                right = _factor(own, f"{i}/right")
+        for i in count():
+            if f"{i}/left" not in own.arrays:
+                break
+            left = own.tensor(f"{i}/left", None, torch.float32)
+            shape = left.shape
+            if f"{i}/right" in own.arrays:
+                right = own.tensor(f"{i}/right", None, torch.float32)
                 outer = left.ndim == right.ndim == 2 and left.shape[1] == right.shape[0]
-                fits = outer and (left.shape[0], right.shape[1]) == value.shape
-            if not fits:
+                shape = torch.Size([left.shape[0], right.shape[1]] if outer else [])
+            if shape != value.shape:
                 own.wrong(f"{i}/left", f"does not fit a weight of the shape {tuple(value.shape)}")
-            i += 1
         own.end()
     fields.end()
-
-
-def _factor(fields: Fields, name: str) -> Tensor:
-    bits = name not in fields.arrays
-    shape = np.shape(fields.arrays[name + BFLOAT if bits else name])
-    return fields.tensor(name, [tuple(shape)], torch.float32)

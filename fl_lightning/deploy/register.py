@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -18,11 +17,8 @@ from fl_lightning.deploy.site_data import Told
 from fl_lightning.deploy.transport import Array, Message, Transport, visible
 from fl_lightning.errors import UserError
 from fl_lightning.loop import FederatedLoop
-from fl_lightning.record.description import version_of
 
 ASK_AGAIN = 1.0  # seconds between questions, while a client's site is missing
-PAUSE = 0.2  # seconds between two greetings of a site that lost the first one
-OTHERS = 30.0  # seconds to wait for other sites' reports of an error
 SETTLED = 5.0  # seconds in which no other site comes, before the run gives up with those there are
 IN_A_ROW = 3  # rounds with wrong answers, after which the run does without a site
 
@@ -39,7 +35,7 @@ class Register:
         gone: function that is called with a site that has gone, or that will be started again.
 
     ``counts_tests``: whether to ask sites how many test samples their clients have; ``tests``:
-    their answers. ``fewest``: by client, the fewest samples whose metrics its site sends.
+    their answers.
     """
 
     def __init__(
@@ -57,7 +53,6 @@ class Register:
         self.gone = gone
         self.counts_tests = False
         self.tests: dict[int, int] = {}
-        self.fewest: dict[int, int] = {}
         self.holder: dict[int, str] = {}  # client → its site
         self.known: dict[str, list[int]] = {}  # site → its clients
         self.places: dict[int, str] = {}  # number of a site's folder → name of the site
@@ -66,7 +61,6 @@ class Register:
         # (site, kind of answer) → the latest rounds in which these were wrong
         self._wrong: dict[tuple[str, str], list[int]] = {}
         self._asked: set[str] = set()
-        self._lost: dict[str, float] = {}  # site → when it last lost a message
         # The number of each site's last question. Another server process starts at another number.
         self._first = self._next = secrets.randbelow(2**50)
         self._greeted: dict[str, int] = {}  # site → number of its hello that is not yet answered
@@ -82,38 +76,23 @@ class Register:
         If they have their own data, also wait until each client's numbers were sent once, because
         the server has no others for its weights. If a site was left out, its clients' numbers may
         never come: then wait for those of the sites that are there.
-
-        Raises:
-            UserError: the user has to correct something at sites; the error names each site that
-                reported it.
         """
         said = -1
-        faults: dict[str, str] = {}  # by site
-        until = math.inf
         since = time.monotonic()  # when a site was heard last
-        while self.lacks(number) or faults:
+        while self.lacks(number):
             if said != len(self.known):
                 said = len(self.known)
-                print(f"waiting for sites: {said} of {number} are there{self.away()}", flush=True)
+                away = self.untold()[:10]
+                text = f"waiting for sites: {said} of {number} are there; not yet clients {away}"
+                print(text, flush=True)
             self.find()
             for message in self.transport.receive(ASK_AGAIN):
                 if message.site not in self.refused:
                     since = time.monotonic()
-                try:
-                    self.heard(message)
-                except LeftOut as error:
-                    self.leave_out(message.site, str(error))
-                except UserError as error:
-                    if self.skips:
-                        self.leave_out(message.site, str(error))
-                        continue
-                    faults[message.site] = str(error)
-                    until = min(until, time.monotonic() + OTHERS)
-            now = time.monotonic()
-            waits = bool(self._asked - {*self.known, *faults, *self.refused})
-            if faults and (not waits or now > until):
-                raise UserError(" ".join(faults.values()))
-            if self.refused and self.lacks(number) and not waits and now > since + SETTLED:
+                self.take(message)
+            waits = bool(self._asked - {*self.known, *self.refused})
+            settled = self.refused and not waits and time.monotonic() > since + SETTLED
+            if self.lacks(number) and settled:
                 if not self.skips or len(self.known) < number:
                     raise UserError(" ".join(self.refused.values()))
                 self.loop.note(
@@ -121,8 +100,6 @@ class Register:
                     "and a site was left out. They take part once a site comes with them"
                 )
                 return
-            if self.lacks(number):
-                time.sleep(0.01)
 
     def lacks(self, number: int) -> bool:
         """Return whether the first round waits for more sites than there are."""
@@ -135,25 +112,12 @@ class Register:
         known = {*self.holder, *(data.told() if isinstance(data, Told) else ())}
         return [i for i in range(self.loop.cohort.m) if i not in known]
 
-    def away(self) -> str:
-        """Return the clients whose numbers of samples are still missing."""
-        away = [str(i) for i in self.untold()]
-        more = ", …" if len(away) > 10 else ""
-        return f"; not yet clients {', '.join(away[:10])}{more}" if away else ""
-
     def find(self) -> None:
         """Ask new sites for their clients; forget sites that have gone."""
         there = self.transport.sites()
         for site in set(self.known) - set(there):
             self.forget(site)
-        # A site that loses each greeting would otherwise be greeted without a pause.
-        before = time.monotonic() - PAUSE
-        new = [
-            site
-            for site in there
-            if site not in self.known and site not in self._asked
-            if self._lost.get(site, before) <= before
-        ]
+        new = [site for site in there if site not in self.known and site not in self._asked]
         self._asked |= set(new)
         if not new:
             return
@@ -203,30 +167,28 @@ class Register:
     def was_right(self, site: str, kind: str) -> None:
         self._wrong.pop((site, kind), None)
 
-    def heard(self, message: Message) -> None:
-        """Note a site's clients, or that its process has started again.
+    def take(self, message: Message) -> None:
+        """Note what a site says of itself, or go on without the site."""
+        try:
+            self._heard(message)
+        except UserError as error:
+            if not self.skips and not isinstance(error, LeftOut):
+                raise
+            self.leave_out(message.site, str(error))
 
-        Raises:
-            LeftOut: another site has one of them, or the site does not run the app.
-            UserError: its data differ from the server's, the site reports an error, or it sends
-                something else.
-        """
+    def _heard(self, message: Message) -> None:
+        """Note a site's clients, or that its process has started again."""
         site = message.site
         if message.what == "lost":
-            self._lost[site] = time.monotonic()
             self.forget(site)
             return
         try:
             if message.what == "refused":
                 raise LeftOut(f"site {site}: {answers.refusal(message)}")
-            if message.what == "damaged":
-                raise UserError(answers.refusal(message))
-            # A process that ended before it knew the question reports an error without a number.
-            unread = message.what == "failed" and "question" not in message.numbers
-            if not unread and not self.answers_to(message, self._greeted.get(site)):
+            if not self.answers_to(message, self._greeted.get(site)):
                 return
             if message.what == "failed":
-                raise_failed(site, answers.failed(message))
+                raise UserError(f"site {site}: {answers.failed(message)}")
             del self._greeted[site]
             if message.what != "here":
                 raise WrongField("what", "is not here")
@@ -240,9 +202,14 @@ class Register:
         """Return whether a message answers this question; otherwise it answers an earlier one.
 
         Raises:
-            WrongField: the server has not asked such a question.
+            WrongField: the server has not asked such a question, or it is not a message.
         """
+        if message.what in ("damaged", "refused"):
+            raise WrongField("…", f"is missing: {answers.refusal(message)}")
         number = message.numbers.get("question")
+        # A process that ended before it knew the question reports an error without a number.
+        if message.what == "failed" and number is None:
+            return True
         if not isinstance(number, int) or not self._first <= number < self._next:
             raise WrongField("question", "is not the number of a question to this site")
         return number == question
@@ -254,49 +221,6 @@ class Register:
             LeftOut: another site has one of its clients.
             UserError: its data differ from the server's, or its config.
         """
-        ours = version_of("fl-lightning") or "not installed"
-        if here.version != ours:
-            raise UserError(
-                f"site {site}: it has fl-lightning {here.version}, and the server {ours}. Install "
-                "the same version at both."
-            )
-        if here.parameters != self.loop.model.layout.size:
-            raise UserError(
-                f"site {site}: its model has {here.parameters} parameters, and the server's "
-                f"{self.loop.model.layout.size}. The site's data have other shapes or classes than "
-                "the server's config says."
-            )
-        data = self.loop.cohort.data
-        round_messages.check_shape(f"site {site}", here.shape, data)
-        if here.own and here.classes != (data.num_classes or 0):
-            raise UserError(
-                f"site {site}: its data have {here.classes} classes, and the server's "
-                f"{data.num_classes or 0}: a label would mean another class there. Name them all "
-                "in its data (FromTable: classes: [no, yes])."
-            )
-        self._check_config(site, here)
-        # A restarted site may come back under another name while the server still lists the old
-        # one.
-        if self.places.get(here.place, site) != site:
-            self.forget(self.places[here.place])
-        for client in here.clients:
-            self._check_client(site, client)
-        for client, *numbers in zip(here.clients, here.sizes, here.batches, strict=True):
-            self._check_samples(site, client, (numbers[0], numbers[1]), here.own)
-        self.places[here.place] = site
-        if here.own:
-            data = self.loop.cohort.data
-            if not isinstance(data, Told):
-                data = self.loop.cohort.data = Told(data)
-            for client, *numbers in zip(here.clients, here.sizes, here.batches, strict=True):
-                data.tell(client, numbers[0], numbers[1])
-        self.tests |= dict(zip(here.clients, here.tests, strict=False))
-        self.fewest |= dict.fromkeys(here.clients, here.fewest_samples)
-        self.known[site] = here.clients
-        self.holder |= dict.fromkeys(here.clients, site)
-        self.clients_of_refused -= set(here.clients)
-
-    def _check_config(self, site: str, here: Here) -> None:
         try:
             check_same(site, self.config, here.config, here.own)
         except UserError as error:
@@ -304,38 +228,35 @@ class Register:
             raise UserError(visible(error, answers.MOST_ERROR)) from None
         except Exception as error:
             raise WrongField("config", f"is not a run's ({type(error).__name__})") from error
-
-    def _check_client(self, site: str, client: int) -> None:
-        m = self.loop.cohort.m
-        if not 0 <= client < m:
-            raise UserError(
-                f"site {site}: clients has {client}, and the run has {m} clients, 0 to {m - 1}."
-            )
-        other = self.holder.get(client, site)
-        if other != site:
-            raise LeftOut(
-                f"clients: two sites, {other} and {site}, have client {client}. Give each client "
-                "to one site (--node-config 'clients=\"0,3\"')."
-            )
-
-    def _check_samples(self, site: str, client: int, there: tuple[int, int], own: bool) -> None:
+        # A restarted site may come back under another name while the server still lists the old
+        # one.
+        if self.places.get(here.place, site) != site:
+            self.forget(self.places[here.place])
+        for client in here.clients:
+            other = self.holder.get(client, site)
+            if other != site:
+                raise LeftOut(
+                    f"clients: two sites, {other} and {site}, have client {client}. Give each "
+                    "client to one site (--node-config 'clients=\"0,3\"')."
+                )
+        data = self.loop.cohort.data
+        numbers = dict(zip(here.clients, zip(here.sizes, here.batches, strict=True), strict=True))
         cohort = self.loop.cohort
-        if own:
-            return
-        here = cohort.sizes([client])[client], int(cohort.data.batches_per_epoch(client))
-        if here != there:
-            raise UserError(
-                f"site {site}: client {client} has {there[0]} samples in {there[1]} batches there, "
-                f"and {here[0]} in {here[1]} by the server's config. Server and site need the same "
-                "data."
-            )
-
-
-def raise_failed(site: str, failed: answers.SiteError) -> None:
-    """Raise the error that a site reports.
-
-    Raises:
-        UserError: always. It says whether the site's code failed.
-    """
-    of_code = "" if failed.user else " (an error of the code at that site)"
-    raise UserError(f"site {site}: {failed.text}{of_code}")
+        for client, there in numbers.items() if not here.own else ():
+            ours = cohort.sizes([client])[client], int(data.batches_per_epoch(client))
+            if there != ours:
+                raise UserError(
+                    f"site {site}: client {client} has {there[0]} samples in {there[1]} batches "
+                    f"there, and {ours[0]} in {ours[1]} by the server's config. Server and site "
+                    "need the same data."
+                )
+        self.places[here.place] = site
+        if here.own:
+            if not isinstance(data, Told):
+                data = cohort.data = Told(data)
+            for client, (size, batches) in numbers.items():
+                data.tell(client, size, batches)
+        self.tests |= dict(zip(here.clients, here.tests, strict=False))
+        self.known[site] = here.clients
+        self.holder |= dict.fromkeys(here.clients, site)
+        self.clients_of_refused -= set(here.clients)

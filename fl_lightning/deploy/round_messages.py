@@ -16,39 +16,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.metric_states import MetricStates
 from fl_lightning.aggregation.update_accumulator import ClientResult
+from fl_lightning.deploy.fields import tensor_of
 from fl_lightning.deploy.transport import BFLOAT, Array, Message, said, words
-from fl_lightning.errors import OtherNames, UserError
+from fl_lightning.errors import UserError
 from fl_lightning.round.context import Round
 from fl_lightning.round.declared_state import Declaration
 from fl_lightning.round.quantization import as_array
 
 
 def put(arrays: dict[str, Array], name: str, values: Tensor) -> None:
-    """Put a tensor among the arrays, by value; NumPy has no bfloat16, so its bits are sent
-    instead.
-    """
-    suffix = BFLOAT if values.dtype == torch.bfloat16 else ""
-    arrays[name + suffix] = as_array(values).copy()
-
-
-def got(arrays: Mapping[str, Array], name: str) -> Tensor:
-    """Return the tensor that was put there, in its own memory."""
-    if name + BFLOAT in arrays:
-        return torch.from_numpy(arrays[name + BFLOAT].copy()).view(torch.bfloat16)
-    return torch.from_numpy(np.array(arrays[name], order="C"))
-
-
-def has(arrays: Mapping[str, Array], name: str) -> bool:
-    """Return whether the arrays hold this tensor, in any dtype."""
-    return name in arrays or name + BFLOAT in arrays
+    """Put a tensor among the arrays, by value."""
+    array = as_array(values).copy()
+    arrays[name] = array.view(BFLOAT) if values.dtype == torch.bfloat16 else array
 
 
 def under(arrays: Mapping[str, Array], prefix: str) -> dict[str, Tensor]:
     """Return the tensors whose names begin so, by the rest of their names."""
-    names = [name.removesuffix(BFLOAT) for name in arrays if name.startswith(prefix)]
-    return {name.removeprefix(prefix): got(arrays, name) for name in names}
+    found = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
+    return {name: tensor_of(array) for name, array in found.items()}
 
 
 def shape_of(data: Any, client: int) -> tuple[int, ...]:
@@ -59,11 +45,7 @@ def shape_of(data: Any, client: int) -> tuple[int, ...]:
 
 
 def check_shape(where: str, shape: Iterable[int], data: Any) -> None:
-    """Compare the shape of samples at the other end with that of these data.
-
-    Raises:
-        UserError: the shapes differ; the error names both, and ``where`` names the other end.
-    """
+    """Compare the shape of samples at the other end with that of these data."""
     there = tuple(int(size) for size in shape)
     here = shape_of(data, 0)
     if there != here:
@@ -88,8 +70,8 @@ def check_names(server: Mapping[str, Array], data: Any) -> None:
     """Compare the server's names of columns and classes with those of a site's data.
 
     Raises:
-        OtherNames: it names both, because a number would have another meaning there. What the
-            server is told has only its own names.
+        UserError: they differ, so a number would have another meaning there. The server gets the
+            text, so it has no name that only the site has.
     """
     for kind, names in names_of(data).items():
         if kind not in server or said(server[kind]) == said(names):
@@ -97,22 +79,16 @@ def check_names(server: Mapping[str, Array], data: Any) -> None:
         theirs, ours = (said(each).split("\n") for each in (server[kind], names))
         what, option = ("columns", "features") if kind == "column_names" else ("classes", "classes")
         lacks = _list([name for name in theirs if name not in ours])
-        more = [name for name in ours if name not in theirs]
         differ = [f"lack {lacks}, which the server's have"] if lacks else []
-        named, counted = differ[:], differ[:]
-        if more:
-            named.append(f"have {_list(more)}, which the server's do not")
-            counted.append(f"have {len(more)} that the server's do not")
-        if not named:
-            named = counted = [f"are {_list(ours)}, and the server's {_list(theirs)}"]
-        mended = "Its table needs them" if lacks and kind == "column_names" else ""
-        mended = mended or f"Give the server's by data.init_args.{option} in site.yaml"
-        text, to_server = (
-            f"this site's {what} {', and '.join(each)}: the run identifies them by their "
-            f"positions. {mended}."
-            for each in (named, counted)
+        if more := len({*ours} - {*theirs}):
+            differ.append(f"have {more} that the server's do not")
+        if not differ:
+            differ = [f"are {_list(ours)}, and the server's {_list(theirs)}"]
+        raise UserError(
+            f"this site's {what} {', and '.join(differ)}: the run identifies them by their "
+            f"positions. Give the server's by data.init_args.{option} in site.yaml; a column has "
+            "to be in the site's table."
         )
-        raise OtherNames(text, to_server)
 
 
 def _list(names: list[str]) -> str:
@@ -140,8 +116,6 @@ def packed_client(
     arrays[at + "counts"] = np.asarray(home.counts, np.int64)
     numbers = message.numbers
     numbers[at + "finished"] = int(home.finished)
-    for name in sorted(home.mean_gradient_readers):
-        numbers[at + "reads/" + name] = 1
     if not home.finished:
         return
     assert home.update is not None
@@ -169,7 +143,10 @@ def packed_client(
             put(arrays, at + "row/" + name, value)
     if home.kept is not None:
         numbers[at + "kept"] = home.kept
-    _put_logs(message, at, home)
+    if home.withheld:
+        numbers[at + "withheld"] = 1
+    else:
+        _put_logs(message, at, home)
 
 
 def travelling(round: Round, home: ClientResult) -> Tensor | None:
@@ -201,46 +178,19 @@ def put_mask(arrays: dict[str, Array], name: str, mask: Tensor) -> None:
     arrays[name] = np.frombuffer(zlib.compress(bits.tobytes()), np.uint8)
 
 
-def got_mask(array: Array, size: int) -> Tensor:
-    """Return the mask ``(size,)`` that was put there.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    length = (size + 7) // 8
-    try:
-        # A compressed message must not expand to more than the mask's size.
-        bits = zlib.decompressobj().decompress(array.tobytes(), length + 1)
-    except zlib.error as error:
-        raise ValueError(str(error)) from error
-    if len(bits) != length:
-        raise ValueError(f"it has {len(bits)} bytes, and not {length}")
-    return torch.from_numpy(np.unpackbits(np.frombuffer(bits, np.uint8), count=size) > 0)
-
-
 def _put_logs(message: Message, at: str, home: ClientResult) -> None:
-    """Put what a client logs, or that this stays at the site."""
-    if home.withheld:
-        message.numbers[at + "withheld"] = 1
-        return
+    """Put what a client logs; lists of metrics, which would hold single samples, are empty."""
     # Logs are summed in float64, which represents each of their values.
     for name, value in home.logs.items():
         message.numbers[at + "log/" + name] = float(value)
-    if home.metrics is not None:
-        _put_metrics(message, at, home.metrics)
-
-
-def _put_metrics(message: Message, at: str, metrics: MetricStates) -> None:
-    """Put the states of a learner's metrics; entries of a list have their place behind a #."""
+    metrics = home.metrics
+    if metrics is None:
+        return
     message.numbers[at + "metrics"] = 1
     for j, (count, states) in metrics.states.items():
         message.numbers[f"{at}updates/{j}"] = count
         for name, value in states.items():
-            if isinstance(value, list):
-                message.numbers[f"{at}items/{j}/{name}"] = len(value)
-                for place, item in enumerate(value):
-                    put(message.arrays, f"{at}state/{j}/{name}#{place}", item)
-            else:
+            if isinstance(value, Tensor):
                 put(message.arrays, f"{at}state/{j}/{name}", value)
     for name, j in metrics.names.items():
         message.numbers[f"{at}name/{name}"] = j

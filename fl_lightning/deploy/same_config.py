@@ -1,4 +1,4 @@
-"""Settings, methods and frozen weights, which the server and each site need alike."""
+"""The server and each site need the same version, sizes, settings, methods, frozen weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 from fl_lightning.checkpoint import Identity
 from fl_lightning.deploy.progress import checksums
+from fl_lightning.deploy.round_messages import shape_of
 from fl_lightning.errors import UserError
+from fl_lightning.record.description import version_of
 
 # A learner's schedule, and what is inside it, may depend on the number of local steps, which a
 # site's own data decide.
@@ -16,19 +18,30 @@ SCHEDULER = "client_scheduler"
 KERNELS = ("foreach", "fused", "capturable")
 
 
-def config_of(run: Any) -> dict[str, dict[str, Any]]:
+def config_of(run: Any, data: Any, client: int = 0) -> dict[str, dict[str, Any]]:
     """Return what a run and a site compare, by kind and name, of numbers and texts.
 
-    Left out are data, precision and devices; frozen weights that the run changes, because a site is
-    sent these; and callbacks that only measure, and only at the server.
+    Left out are the data but for their sizes, precision and devices; frozen weights that the run
+    changes, because a site is sent these; and callbacks that only measure, and only at the server.
+
+    Args:
+        client: a client that has samples.
     """
     methods = run.methods
     apart = {type(each).__name__ for each in methods.callbacks if _only_at_server(each)}
     stateful = {name: own for name, own in methods.fingerprint().items() if name not in apart}
     changed = () if run.state.base is None else run.state.base.values
-    arguments = {**run.settings.compared(), **run.optimizers.accounts}
+    arguments = {
+        "fl-lightning": version_of("fl-lightning") or "not installed",
+        "the model's parameters": str(run.model.layout.size),
+        "the shape of a sample's x": str(shape_of(data, client)),
+        "classes": str(data.num_classes or 0),
+        **run.settings.compared(),
+        **run.optimizers.accounts,
+        "methods without state": methods.stateless(),
+    }
     return {
-        "arguments": {**arguments, "methods without state": methods.stateless()},
+        "arguments": arguments,
         "methods": stateful,
         "frozen": checksums(run.model.learner, {*changed, *run.model.as_buffers}),
     }
@@ -41,9 +54,6 @@ def check_same(site: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], ow
         site: the site's name.
         ours, theirs: as :func:`config_of` returns them, at the server and at the site.
         own: whether the site has its own data.
-
-    Raises:
-        UserError: they differ; the error names the site and the settings, or the frozen weights.
     """
     server, there = (Identity(0, each["arguments"], each["methods"], "") for each in (ours, theirs))
     differing = [each for each in server.differing(there) if not _may_differ(each[0], own)]
@@ -52,8 +62,9 @@ def check_same(site: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], ow
             f"{name}: {one} there, {other} here" for name, one, other in differing[:4]
         )
         raise UserError(
-            f"site {site}: its settings differ from the server's ({shown}). Server and site need "
-            "the same config."
+            f"site {site}: its settings or data differ from the server's ({shown}). Server and "
+            "site need the same config and version, and the same columns and classes (FromTable: "
+            "classes: [no, yes] names them all)."
         )
     frozen = theirs["frozen"]
     other = [name for name, mark in ours["frozen"].items() if frozen.get(name, mark) != mark]

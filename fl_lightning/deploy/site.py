@@ -5,37 +5,35 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fl_lightning.aggregation import traffic
 from fl_lightning.aggregation.metric_states import refuse_samples
 from fl_lightning.aggregation.over_processes import visiting_order
-from fl_lightning.aggregation.round_metrics import RoundMetrics
 from fl_lightning.aggregation.update_accumulator import UpdateAccumulator
+from fl_lightning.callbacks import PerClientEvaluation
 from fl_lightning.client.gradient_accumulation import batches_in
-from fl_lightning.deploy import audit, questions, round_messages, site_evaluation
-from fl_lightning.deploy.answers import Values
-from fl_lightning.deploy.partial_broadcast import completed
-from fl_lightning.deploy.permitted import Permitted
-from fl_lightning.deploy.progress import SiteProgress
+from fl_lightning.deploy import progress, questions, round_messages, what_leaves
+from fl_lightning.deploy.answers import KINDS
+from fl_lightning.deploy.fields import tensor_of
 from fl_lightning.deploy.same_config import config_of
-from fl_lightning.deploy.sent_base import BaseAtSite
+from fl_lightning.deploy.sent_model import BaseAtSite, completed
 from fl_lightning.deploy.site_rows import SiteRows
-from fl_lightning.deploy.told_errors import LOGGED, told
 from fl_lightning.deploy.transport import Array, Message, Number, Post, visible, words
+from fl_lightning.deploy.what_leaves import LOGGED, told
 from fl_lightning.engines.forked import Forked
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation import personal_models
-from fl_lightning.loop import FederatedLoop
+from fl_lightning.loop import FederatedLoop, RoundMetrics
 from fl_lightning.machine.escaping import plain_lines
 from fl_lightning.machine.lightning import pl
-from fl_lightning.record.description import version_of
 from fl_lightning.round.client_group import ClientGroup
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
@@ -60,12 +58,11 @@ class AtSite(pl.Callback):
         folder: the folder of their rows.
         own: whether the site brought its data; the server then knows only what the site sends.
         fewest_samples: metrics of a client with fewer samples stay at the site. 0: all are sent.
-        most_rounds: the number of rounds in which the site takes part; None: any number.
+        first: a message that was taken from the post before.
     """
 
     # The server asks a site to measure its clients if the run's callbacks need it.
     measures_clients = True
-    progress: SiteProgress  # set when the fit starts
 
     def __init__(
         self,
@@ -74,17 +71,14 @@ class AtSite(pl.Callback):
         folder: Path,
         own: bool = False,
         fewest_samples: int = 0,
-        most_rounds: int | None = None,
+        first: Message | None = None,
     ) -> None:
         self.post = post
         self.clients = list(clients)
         self.folder = folder
         self.own = own
+        self.first = first
         self.fewest_samples = fewest_samples
-        self.most_rounds = most_rounds
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.progress = SiteProgress(trainer, pl_module.learner)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         m = int(trainer.datamodule.num_clients)
@@ -98,17 +92,11 @@ class AtSite(pl.Callback):
         assert run.loop is not None
         kept = run.settings.keep_optimizer_state
         optimizer = run.optimizers.accounts["client_optimizer"] if kept else ""
-        store, strict = run.state.rows.store, run.settings.strict_resume
-        rows = SiteRows(self.folder, store, optimizer, strict)
+        rows = SiteRows(self.folder, run.state.rows.store, optimizer)
         run.loop = Site(trainer, run.loop, self, rows)
 
     def one_client(self, module: Any) -> dict[str, float] | None:
         return None
-
-    def measured(
-        self, module: Any, ids: Sequence[int], finetune_epochs: float
-    ) -> tuple[Values, dict[int, int]]:
-        return {}, {}
 
 
 class Site(FederatedLoop):
@@ -121,13 +109,14 @@ class Site(FederatedLoop):
             self.engine = self.engine.one_after_the_other()
         self.trainer = trainer
         self.module = trainer.lightning_module
-        self.config = config_of(self.module.run)  # before hooks of rounds change the learner
-        self.of_server = at.progress
+        # before hooks of rounds change the learner
+        self.config = config_of(self.module.run, self.cohort.data, at.clients[0])
         self.post = at.post
+        self.first = at.first
         self.clients = at.clients
-        self.permitted = Permitted(
-            self.clients, trainer.callbacks, self.module.learner, at.most_rounds
-        )
+        measuring = [c for c in trainer.callbacks if isinstance(c, PerClientEvaluation)]
+        own = [float(c.finetune_epochs) for c in measuring]
+        self.finetune_epochs = {0.0, *own} if own else set()
         self.rows = rows
         self.own_data = at.own
         self.fewest_samples = at.fewest_samples
@@ -144,9 +133,10 @@ class Site(FederatedLoop):
             Ended: there are no more messages.
         """
         try:
-            while (message := self.post.take()) is not None:
+            while (message := self.first or self.post.take()) is not None:
+                self.first = None
                 answer = self.answer(message)
-                audit.note(self.rows.folder, message, answer)
+                what_leaves.note(self.rows.folder, message, answer)
                 self.post.give(answer)
         finally:
             self.rows.lock.release()
@@ -160,23 +150,17 @@ class Site(FederatedLoop):
         return answer
 
     def _answer(self, message: Message) -> Message:
+        answers = {"hello": self.here, "round": self.trained, "evaluate": self.evaluated}
         try:
-            if message.what == "hello":
-                questions.check_hello(message)
-                return self.here(message)
-            if asks_a_stranger(message) and not self.greeted:
+            if message.what not in answers:
+                raise UserError(
+                    f"the message {visible(message.what)!r} is not known; do server and site have "
+                    "the same version?"
+                )
+            if message.what != "hello" and not self.greeted:
                 return Message("lost", message.site)
-            if asks_a_stranger(message):
-                self.permitted.check(message)
-                questions.check_model(message, self)
-            if message.what == "round":
-                return self.trained(message)
-            if message.what == "evaluate":
-                return self.evaluated(message)
-            raise UserError(
-                f"the message {visible(message.what)!r} is not known; do server and site have the "
-                "same version?"
-            )
+            questions.check(message, self)
+            return answers[message.what](message)
         except Exception as error:
             # The text stays here: it may quote a cell.
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
@@ -200,25 +184,19 @@ class Site(FederatedLoop):
         if self.own_data:
             round_messages.check_names(message.arrays, self.cohort.data)
         self.rows.check(int(message.numbers["run"]))
-        sizes = self.cohort.data.client_sizes()
-        arrays: dict[str, Array] = {
-            "clients": np.asarray(self.clients, np.int64),
-            "sizes": np.asarray([sizes[i] for i in self.clients], np.int64),
-            "batches": np.asarray(
-                [self.cohort.data.batches_per_epoch(i) for i in self.clients], np.int64
-            ),
-            "version": words(version_of("fl-lightning") or "not installed"),
-            "config": words(json.dumps(self.config)),
-            "parameters": np.asarray([self.model.layout.size], np.int64),
-            "shape": np.asarray(
-                round_messages.shape_of(self.cohort.data, self.clients[0]), np.int64
-            ),
-            "classes": np.asarray([self.cohort.data.num_classes or 0], np.int64),
+        data = self.cohort.data
+        sizes = data.client_sizes()
+        lists: dict[str, Sequence[int]] = {
+            "clients": self.clients,
+            "sizes": [sizes[i] for i in self.clients],
+            "batches": [data.batches_per_epoch(i) for i in self.clients],
         }
-        if message.numbers.get("tests") and self.permitted.epochs:
-            arrays["tests"] = np.asarray([*map(self.tests_of, self.clients)], np.int64)
+        if message.numbers.get("tests") and self.finetune_epochs:
+            lists["tests"] = [*map(self.tests_of, self.clients)]
+        arrays: dict[str, Array] = {n: np.asarray(each, np.int64) for n, each in lists.items()}
+        arrays["config"] = words(json.dumps(self.config))
         numbers: dict[str, Number] = {"run": message.numbers["run"], "place": self.rows.place}
-        numbers |= {"own": int(self.own_data), "fewest_samples": self.fewest_samples}
+        numbers["own"] = int(self.own_data)
         self.greeted = True
         return Message("here", message.site, numbers, arrays)
 
@@ -226,7 +204,7 @@ class Site(FederatedLoop):
         """Train the clients that the message names, and keep both their new and their old rows."""
         numbers = message.numbers
         t = int(numbers["round"])
-        self.rows.begin(int(numbers["run"]))
+        self.rows.check(int(numbers["run"]))
         if self.lacks_model(message):
             return self.whole(message)
         counted = counted_in(message)
@@ -263,7 +241,8 @@ class Site(FederatedLoop):
             self.engine.train(round, leaves, collect, lambda: None)
         for name in contributions.changed:
             answer.numbers["changed/" + name] = 1
-        self.rows.stage(t, transaction.rows_to_commit(self.methods.declared), finished)
+        written = transaction.rows_to_commit(self.methods.declared)
+        self.rows.stage(int(numbers["run"]), t, written, finished)
         return answer
 
     def evaluated(self, message: Message) -> Message:
@@ -273,7 +252,7 @@ class Site(FederatedLoop):
         because the server's checkpoint may be of the round before.
         """
         numbers = message.numbers
-        self.rows.begin(int(numbers["run"]))
+        self.rows.check(int(numbers["run"]))
         if self.lacks_model(message):
             return self.whole(message)
         counted = counted_in(message)
@@ -287,10 +266,14 @@ class Site(FederatedLoop):
         samples = {client: self.tests_of(client) for client in counted}
         tested = [client for client, number in samples.items() if number]
         measured = personal_models.measured(run, self.trainer, tested, epochs, models)
-        values = {client: measured.get(client, {}) for client in counted}
         answer = Message("evaluated", message.site)
         answer.numbers = {"run": numbers["run"], "round": numbers["round"]}
-        site_evaluation.pack(answer, values, samples)
+        answer.arrays["clients"] = np.asarray(list(counted), np.int64)
+        answer.arrays["tests"] = np.asarray(list(samples.values()), np.int64)
+        for client in tested:
+            for word, kind in KINDS.items():
+                for name, value in measured[client].get(kind, {}).items():
+                    answer.numbers[f"{client}/{word}/{name}"] = value
         return answer
 
     def withholds(self, client: int, steps: int) -> bool:
@@ -316,10 +299,8 @@ class Site(FederatedLoop):
         """Return whether the message builds on a model that the site does not have."""
         # A restarted site has neither w nor w^0. The server may not know of the restart, so the
         # site asks for them.
-        numbers = message.numbers
-        lacks = not numbers["whole"] and self.given is None
-        lacks |= numbers.get("since", self.question) != self.question
-        if self.methods.start_from_w0 and not round_messages.has(message.arrays, "w0"):
+        lacks = message.numbers.get("since", self.question) != self.question
+        if self.methods.start_from_w0 and "w0" not in message.arrays:
             lacks |= self.w0 is None
         return lacks or (self.base is not None and self.base.lacks(message))
 
@@ -353,69 +334,27 @@ class Site(FederatedLoop):
         """Return the facts of round t at the model that the message brings."""
         self._take_model(message)
         round = self.round_at(t)
-        if not round_messages.has(message.arrays, "evaluated"):
+        if "evaluated" not in message.arrays:
             return round
-        return replace(round, evaluated=round_messages.got(message.arrays, "evaluated").to(round.w))
+        return replace(round, evaluated=tensor_of(message.arrays["evaluated"]).to(round.w))
 
     def _take_model(self, message: Message) -> None:
-        """Set the model, its buffers and the server's states to the received ones.
-
-        Raises:
-            UserError: the model has another number of parameters.
-        """
-        self.of_server.take(message.numbers)
-        size = self.model.layout.size
-        came = round_messages.got(message.arrays, "w")
-        whole = bool(message.numbers["whole"])
-        if "changed" in message.arrays:
-            given = self.given
-            if given is None or whole:
-                given = came.new_zeros(size)
-            came = completed(message, given, self.methods, self.model.layout)
-            whole = True
+        """Set the model, its buffers and the server's states to the received ones."""
+        progress.take(self.trainer, message.numbers)
+        w = self.model.w
+        if self.given is None or "since" not in message.numbers:
+            self.given = torch.zeros(w.shape, dtype=w.dtype)
+        self.given = completed(message, self.given, self.methods, self.model.layout)
         self.question = int(message.numbers.get("question", -1))
-        if self.given is None or whole:
-            expected = size
-            self.given = came
-        else:
-            # Coordinates of which the site's clients have a valid copy were not sent, and did not
-            # change.
-            where = self.parts_sent(message)
-            expected = int(where.sum())
-            self.given = self.given.clone()
-            if came.numel() == expected:
-                self.given[where] = came.to(self.given.dtype)
-        if came.numel() != expected or self.given.numel() != size:
-            raise UserError(
-                f"the server's model has {came.numel()} parameters in this message, and the site's "
-                f"{expected}: learner and data have to be those of the server's config."
-            )
         if self.base is not None:
             self.base.take(message)
-        if round_messages.has(message.arrays, "w0"):
-            self.w0 = round_messages.got(message.arrays, "w0").to(self.model.w.device)
-        buffers = round_messages.under(message.arrays, "buffer/")
-        self.model.move_to(self.given.to(self.model.w), None, buffers)
-        device = self.model.w.device
+        if "w0" in message.arrays:
+            self.w0 = tensor_of(message.arrays["w0"]).to(w.device)
+        self.model.move_to(self.given.to(w), None, round_messages.under(message.arrays, "buffer/"))
         states = round_messages.under(message.arrays, "state/")
-        self.state.server = {key: value.to(device) for key, value in states.items()}
+        self.state.server = {key: value.to(w.device) for key, value in states.items()}
         if self.methods.start_from_w0:
             self.state.initial_vector = self.w0
-
-    def parts_sent(self, message: Message) -> Tensor:
-        """Return ``(D,)`` bool: the coordinates of w that are in the message."""
-        assert self.parts is not None
-        where = ~self.parts.kept
-        sent = message.arrays["parts"]
-        for mask, there in zip(self.parts.masks, sent, strict=True):
-            if there:
-                where = where | mask
-        return where.cpu()
-
-
-def asks_a_stranger(message: Message) -> bool:
-    """Return whether only a process whose data the server has checked may answer the message."""
-    return message.what in ("round", "evaluate")
 
 
 def counted_in(message: Message) -> dict[int, int]:
@@ -457,16 +396,15 @@ class AtSiteContributions(UpdateAccumulator):
         return sent
 
 
-def numbers_of(text: str) -> Iterator[int]:
-    """Client numbers from ``"0,3,5"``.
+def numbers_of(text: str) -> list[int]:
+    """Return the client IDs in ``"0,3,5"``.
 
     Raises:
         UserError: the text has another form.
     """
-    for word in text.replace(" ", "").split(","):
-        if not word.isdecimal():
-            raise UserError(
-                f"clients={text!r}: accepted are clients' numbers with commas between them, "
-                "such as '0,3,5'."
-            )
-        yield int(word)
+    found = text.replace(" ", "").split(",")
+    if not all(map(str.isdecimal, found)):
+        raise UserError(
+            f"clients={text!r}: give client IDs with commas between them, such as '0,3,5'."
+        )
+    return [int(word) for word in found]

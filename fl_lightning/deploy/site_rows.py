@@ -20,7 +20,7 @@ from fl_lightning.errors import UserError
 from fl_lightning.storage import lock, site_journal
 from fl_lightning.storage.atomic_files import written_aside
 from fl_lightning.storage.client_store import ClientStore
-from fl_lightning.storage.site_journal import JOURNAL, STAGED, Journal
+from fl_lightning.storage.site_journal import JOURNAL, STAGED
 
 PLACE = "site.id"
 
@@ -31,43 +31,33 @@ class SiteRows:
     Args:
         store: the store from which clients' state is read.
         optimizer: the account of the client optimizer; empty: clients do not keep its state.
-        strict: refuse rows of another client optimizer; otherwise they are left out.
 
     Raises:
         UserError: another process has locked the folder, its journal is damaged, or its rows do not
             fit the client optimizer.
     """
 
-    def __init__(
-        self, folder: Path, store: ClientStore, optimizer: str = "", strict: bool = True
-    ) -> None:
+    def __init__(self, folder: Path, store: ClientStore, optimizer: str = "") -> None:
         self.folder = folder
         self.store = store
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = lock.hold(folder)
         self.lock.use()
         self.place = self._place(folder / PLACE)
-        journal = self._fitting(site_journal.read(folder), optimizer, strict)
+        journal = site_journal.read(folder)
+        if not state_fits(journal.optimizer or optimizer, optimizer or journal.optimizer):
+            self.lock.release()
+            raise UserError(
+                f"site folder {folder}: {JOURNAL} has states of another client_optimizer "
+                f"({journal.optimizer[:100]} then, {optimizer[:100]} now). Use the optimizer of "
+                "before, or begin another run with another folder."
+            )
         self.optimizer = optimizer or journal.optimizer
         self.run = journal.run
         self.committed = journal.committed
         self.staged = journal.staged
         if journal.rows:
             self.store.load(journal.rows, folder)
-
-    def _fitting(self, journal: Journal, now: str, strict: bool) -> Journal:
-        then = journal.optimizer or now
-        if not now or not journal.has_optimizers() or state_fits(then, now):
-            return journal
-        if strict:
-            self.lock.release()
-            raise UserError(
-                f"site folder {self.folder}: {JOURNAL} has states of another client_optimizer, "
-                f"which do not fit this one ({then[:100]} then, {now[:100]} now). Use "
-                "the optimizer of before, or give --model.strict_resume false to begin with new "
-                "states."
-            )
-        return journal.without_optimizers()
 
     def _place(self, path: Path) -> int:
         """Return a number that identifies the folder, whichever process and node serve it."""
@@ -82,21 +72,8 @@ class SiteRows:
                 file.write(str(place).encode())
             return place
 
-    def begin(self, run: int) -> None:
-        """Use these rows for this run, which begins or goes on.
-
-        Raises:
-            UserError: the folder holds another run's rows.
-        """
-        self.check(run)
-        self.run = run
-
     def check(self, run: int) -> None:
-        """Refuse another run than the one whose rows the folder holds.
-
-        Raises:
-            UserError: it names both.
-        """
+        """Refuse another run than the one whose rows the folder holds."""
         if self.run is not None and self.run != run:
             raise UserError(
                 f"site folder {self.folder}: it holds the clients' rows of another run "
@@ -131,9 +108,6 @@ class SiteRows:
 
         Returns:
             ``(name, client)`` → the row, or None.
-
-        Raises:
-            UserError: neither version belongs to that round.
         """
         wrote = {client: self._staged_in(client, t) or () for client, t in counted.items()}
 
@@ -172,10 +146,13 @@ class SiteRows:
         self.committed[client] = t
         del self.staged[client]
 
-    def stage(self, t: int, rows: dict[str, dict[int, Tensor]], finished: list[int]) -> None:
+    def stage(
+        self, run: int, t: int, rows: dict[str, dict[int, Tensor]], finished: list[int]
+    ) -> None:
         """Store round t's rows in addition to the clients' state; they are on disk when this
         returns.
         """
+        self.run = run
         names: dict[int, list[str]] = {client: [] for client in finished}
         for name, by_client in rows.items():
             for client in by_client:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -15,14 +16,12 @@ from fl_lightning.aggregation.server_update import diverged_text
 from fl_lightning.aggregation.update_accumulator import AT_SITES, ClientResult
 from fl_lightning.callback_list import CallbackList
 from fl_lightning.deploy import answers, round_messages
-from fl_lightning.deploy.answers import Evaluated, Trained, Values
-from fl_lightning.deploy.client_results import Results
+from fl_lightning.deploy.answers import Evaluated, Values
+from fl_lightning.deploy.client_results import KnownMetrics, Results
 from fl_lightning.deploy.fields import LONGEST_NAME, WrongField
-from fl_lightning.deploy.logged import KnownMetrics
-from fl_lightning.deploy.partial_broadcast import SentModel
 from fl_lightning.deploy.progress import ServerProgress
-from fl_lightning.deploy.register import ASK_AGAIN, LeftOut, Register, raise_failed
-from fl_lightning.deploy.sent_base import SentBase
+from fl_lightning.deploy.register import ASK_AGAIN, Register
+from fl_lightning.deploy.sent_model import SentBase, SentModel
 from fl_lightning.deploy.site_data import Told
 from fl_lightning.deploy.transport import Message, Number, Transport, visible
 from fl_lightning.errors import Diverged, UserError
@@ -34,8 +33,7 @@ from fl_lightning.round.transaction import RoundTransaction
 
 Answer = TypeVar("Answer")
 LATE = 30.0  # seconds of a question after which the terminal shows who has not answered
-MOST_AGAIN = 3  # how often a site may ask for the whole model in one inquiry
-MOST_LOST = 10  # how often a site may lose a message in one inquiry, after which it gets all again
+MOST_AGAIN = 10  # how often a site may be asked once more in one inquiry, with all of the model
 
 
 @dataclass
@@ -46,20 +44,28 @@ class Inquiry(Generic[Answer]):
         word: the kind of their answers.
         ask: function that returns the message for a site, about some of its clients.
         read: function that returns a site's checked answer about these clients.
+        missing: clients that no site has been asked for.
         fits: function that returns whether a client may be asked for now, in view of its site.
+        waiting: by site, the number of the question that it has not answered, and its clients.
         wrong: sites with wrong answers, each with what is wrong and the clients asked for.
         without: clients that bring nothing, because their sites' answers are wrong.
-        again: how often sites asked for the whole model; ``lost``: how often they lost a message.
+        again: how often sites asked for the whole model, or lost a message.
     """
 
     word: str
     ask: Callable[[str, list[int]], Message]
     read: Callable[[Message, list[int]], Answer]
+    missing: set[int]
     fits: Callable[[int], bool] = lambda client: True
+    waiting: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     wrong: dict[str, tuple[WrongField, list[int]]] = field(default_factory=dict)
     without: set[int] = field(default_factory=set)
     again: dict[str, int] = field(default_factory=dict)
-    lost: dict[str, int] = field(default_factory=dict)
+
+    def take_back(self, site: str) -> None:
+        """Note that a site does not answer its question: its clients may be asked for again."""
+        _, clients = self.waiting.pop(site)
+        self.missing |= {*clients}
 
 
 class Sites:
@@ -91,16 +97,11 @@ class Sites:
         self.measured_names: set[str] = set()
         self.known = KnownMetrics()
         self.validated: set[str] = set()
-        self.told: set[str] = set()  # sites that have the whole model
         self.base = None if loop.state.base is None else SentBase(loop.state.base)
         base = () if loop.state.base is None else loop.state.base.values
         progress.sent = {*base, *loop.buffers.as_buffers}
         self.reads_evaluated = any(c.asks_for("evaluated") for c in loop.methods.callbacks)
-        # Otherwise all of w changes in each round.
-        foresees = any(callback.has("foreseen") for callback in loop.methods.callbacks)
-        partly = loop.methods.partial_training is not None or foresees
-        self.sent = SentModel(loop.methods) if partly else None
-        self._last: dict[str, int] = {}  # the number of each site's last question
+        self.sent = SentModel(loop.methods)
         codec = loop.methods.owner("transmit")
         callback: Any = getattr(codec, "__self__", None)
         self.decode: Callable[..., Any] | None = None
@@ -114,7 +115,7 @@ class Sites:
 
     def gone(self, site: str) -> None:
         """Note that a site has nothing of the model."""
-        self.told.discard(site)
+        self.sent.forget(site)
         if self.base is not None:
             self.base.forget(site)
 
@@ -131,26 +132,26 @@ class Sites:
         self.facts = self.progress.numbers(round.t, round.t)
         leaf_of = {client: leaf for leaf, client in leaves}
         diverged: dict[int, str] = {}  # clients whose update is not finite → their site
-        sizes = self.loop.cohort.sizes
+        asked: set[int] = set()
 
         def fits(client: int) -> bool:
             # The round's weights were computed from the sizes that were known when it began.
-            return sizes([client])[client] == round.sizes[client]
-
-        asked: set[int] = set()
+            return self.loop.cohort.sizes([client])[client] == round.sizes[client]
 
         def ask(site: str, mine: list[int]) -> Message:
             asked.update(mine)
-            return self.message(round, site, mine)
+            message = self._message("round", round.t, round, site, mine)
+            # A site is not told the numbers of samples of other sites' clients.
+            message.numbers["total_weight"] = sum(round.weights.values())
+            if any(weight != 1 for weight in round.weights.values()):
+                weights = [round.weights[client] for client in mine]
+                message.arrays["weights"] = np.asarray(weights, np.float64)
+            return message
 
-        metrics = self.measured_names, self.known
-        results = Results(round, self.loop, self.decode, *metrics, self.register.fewest)
-
-        def read(message: Message, mine: list[int]) -> Trained:
-            return answers.trained(message, self.run, round.t, mine, results)
-
-        inquiry = Inquiry("trained", ask, read, fits)
-        for site, brought in self.answers(inquiry, leaf_of):
+        results = Results(round, self.loop, self.decode, self.measured_names, self.known)
+        read = partial(answers.trained, run=self.run, t=round.t, results=results)
+        inquiry = Inquiry("trained", ask, read, {*leaf_of}, fits)
+        for site, brought in self.answers(inquiry):
             self._note_left(site, brought.left)
             self.loop.buffers.name_kept(brought.changed, self.loop.note)
             for client, home in brought.clients.items():
@@ -164,7 +165,7 @@ class Sites:
                 collect(leaf_of.pop(client), home)
                 tell()
         self.judge(round.t, inquiry, diverged)
-        self._settle(round.t, results)
+        self._note_withheld(results.withheld)
         silent = {*leaf_of} - inquiry.without
         if silent:
             self.loop.note(
@@ -179,18 +180,6 @@ class Sites:
             collect(leaf, ClientResult(client, counts, answered=False))
             tell()
 
-    def _settle(self, t: int, results: Results) -> None:
-        """Leave out the names of metrics about which a round's sites do not agree, and note which
-        metrics are missing.
-        """
-        self._note_withheld(results.withheld)
-        self.loop.disputed = results.disputed()
-        if self.loop.disputed:
-            names = ", ".join(sorted(self.loop.disputed)[:10])
-            self.loop.note(
-                f"round {t}: sites do not agree what {names} is, so the round has no value of it"
-            )
-
     def _note_left(self, site: str, left: Sequence[tuple[str, str]]) -> None:
         """Note values in a site's answer that do not count: field, and what is wrong with it."""
         if left:
@@ -204,17 +193,13 @@ class Sites:
 
         ``withheld``: whether they do, of each client that finished.
         """
-        why = "fewer samples than their sites' fewest_samples are behind them"
-        if withheld and all(withheld):
+        if any(withheld):
+            which = "all" if all(withheld) else "some"
             self.loop.note(
-                f"the training metrics of all clients of a round stay at their sites, because {why}"
-                ". So the round has no value of what clients' steps log. Monitor a metric of the "
-                "server's validation in their place, or lower fewest_samples in site.yaml"
-            )
-        elif any(withheld):
-            self.loop.note(
-                f"the training metrics of some clients stay at their sites, because {why}. The "
-                "rounds' values are those of the other clients"
+                f"the training metrics of {which} clients of a round stay at their sites, because "
+                "fewer samples than their sites' fewest_samples are behind them. The round's "
+                "values are those of the other clients. You can monitor a metric of the server's "
+                "validation, or lower fewest_samples in site.yaml"
             )
 
     def judge(self, t: int, inquiry: Inquiry[Any], diverged: Mapping[int, str]) -> None:
@@ -242,187 +227,124 @@ class Sites:
             )
             self.register.was_wrong(site, inquiry.word, t, text)
 
-    def answers(
-        self, inquiry: Inquiry[Answer], clients: Collection[int]
-    ) -> Iterator[tuple[str, Answer]]:
-        """Ask the sites of these clients, again if necessary, until the time is over.
+    def answers(self, inquiry: Inquiry[Answer]) -> Iterator[tuple[str, Answer]]:
+        """Ask the sites of the clients, again if necessary, until the time is over.
 
         Yields:
             Each site with its answer, which is about all clients that the site was asked for.
         """
         until = time.monotonic() + self.timeout
         late = time.monotonic() + min(LATE, self.timeout / 2)
-        waiting: dict[str, list[int]] = {}  # site → clients asked for
-        missing = set(clients)  # clients that no site has been asked for
+        register, waiting = self.register, inquiry.waiting
         while True:
-            register = self.register
-            gone = missing & (register.clients_of_refused - register.holder.keys())
+            gone = inquiry.missing & (register.clients_of_refused - register.holder.keys())
             inquiry.without |= gone
-            missing -= gone
-            if not (waiting or missing) or time.monotonic() >= until:
+            inquiry.missing -= gone
+            left = until - time.monotonic()
+            if not (waiting or inquiry.missing) or left <= 0:
                 return
             if time.monotonic() >= late:
-                away = sorted(missing.union(*waiting.values()))
-                print(f"waiting for clients {away}, at most {until - late:.0f} s more", flush=True)
+                away = sorted(inquiry.missing.union(*(asked for _, asked in waiting.values())))
+                print(f"waiting for clients {away}, at most {left:.0f} s more", flush=True)
                 late = until
             register.find()
-            for site in set(waiting) - set(register.known):
-                missing |= set(waiting.pop(site))
-            self._ask(inquiry, waiting, missing)
-            left = until - time.monotonic()
+            for site in waiting.keys() - register.known.keys():
+                inquiry.take_back(site)
+            self._ask(inquiry)
             for message in self.transport.receive(min(left, ASK_AGAIN)):
                 site = message.site
                 try:
-                    answer = self._heard(inquiry, message, waiting, missing)
+                    answer = self._heard(inquiry, message)
                 except WrongField as error:
-                    asked = waiting.pop(site)
+                    _, asked = waiting.pop(site)
                     inquiry.wrong[site] = error, asked
-                    inquiry.without |= set(asked)
-                    self.told.discard(site)
+                    inquiry.without |= {*asked}
+                    self.sent.forget(site)
                     continue
                 if answer is not None:
-                    self.register.was_right(site, inquiry.word)
+                    register.was_right(site, inquiry.word)
                     yield site, answer
 
-    def _heard(
-        self,
-        inquiry: Inquiry[Answer],
-        message: Message,
-        waiting: dict[str, list[int]],
-        missing: set[int],
-    ) -> Answer | None:
+    def _ask(self, inquiry: Inquiry[Any]) -> None:
+        """Send messages to the sites of missing clients that are present and not busy."""
+        messages = []
+        for site, clients in self.register.known.items():
+            inquiry.missing -= {i for i in inquiry.missing & {*clients} if not inquiry.fits(i)}
+            mine = sorted(inquiry.missing & {*clients})
+            if mine and site not in inquiry.waiting:
+                messages.append(inquiry.ask(site, mine))
+                inquiry.waiting[site] = int(messages[-1].numbers["question"]), mine
+                inquiry.missing -= {*mine}
+        if messages:
+            self.transport.send(messages)
+
+    def _heard(self, inquiry: Inquiry[Answer], message: Message) -> Answer | None:
         """Return a site's answer; None: it is of no use, or about the site's process.
 
         Raises:
             WrongField: the site was asked, and its answer is wrong.
             UserError: the site reports an error, and the run stops for it.
         """
-        site = message.site
+        site, what = message.site, message.what
         if site in self.register.refused:
             return None
-        current = message.numbers.get("question") == self._last.get(site)
-        of_process = message.what == "lost" or (message.what == "here" and not current)
-        if site not in waiting or of_process:
-            if site in waiting and message.what == "lost":
-                inquiry.lost[site] = inquiry.lost.get(site, 0) + 1
-                if inquiry.lost[site] > MOST_LOST:
-                    raise WrongField("what", f"is lost for the {MOST_LOST + 1}th time")
-            self._of_process(message, waiting, missing)
+        number, clients = inquiry.waiting.get(site, (None, []))
+        if what == "lost":
+            # A process that was lost before it knew the question gives no number.
+            if message.numbers.get("question", number) == number:
+                self._ask_again(inquiry, site)
+                self.register.take(message)
             return None
-        if message.what in ("damaged", "refused"):
-            raise WrongField("…", f"is missing: {answers.refusal(message)}")
-        # A process that ended before it knew the question reports an error without a number.
-        unread = message.what == "failed" and "question" not in message.numbers
-        if not unread and not self.register.answers_to(message, self._last[site]):
+        if number is None or (what == "here" and message.numbers.get("question") != number):
+            if what in ("here", "failed", "refused", "damaged"):
+                self.register.take(message)
             return None
-        if message.what == "failed":
-            failed = answers.failed(message)
+        if not self.register.answers_to(message, number):
+            return None
+        if what == "failed":
+            text = answers.failed(message)
             if not self.register.skips:
-                raise_failed(site, failed)
-            raise WrongField("text", f"says that it failed: {failed.text}")
-        if message.what == "whole":
-            base = answers.whole(message, self.run).base
-            inquiry.again[site] = inquiry.again.get(site, 0) + 1
-            if inquiry.again[site] > MOST_AGAIN:
-                raise WrongField("base", "asks once more for a model that the site was sent")
-            missing |= set(waiting.pop(site))
-            self.told.discard(site)
+                raise UserError(f"site {site}: {text}")
+            raise WrongField("text", f"says that it failed: {text}")
+        if what == "whole":
+            base = answers.whole(message, self.run)
+            self._ask_again(inquiry, site)
             if self.base is not None:
                 self.base.heard(site, base)
             return None
-        if message.what != inquiry.word:
+        if what != inquiry.word:
             raise WrongField("what", f"is not {inquiry.word}")
-        answer = inquiry.read(message, waiting[site])
-        del waiting[site]
+        answer = inquiry.read(message, clients)
+        del inquiry.waiting[site]
         return answer
 
-    def _of_process(
-        self, message: Message, waiting: dict[str, list[int]], missing: set[int]
-    ) -> None:
-        """Take a message about a site's process: it has started again, or has clients."""
-        if message.what not in ("lost", "here", "failed", "refused", "damaged"):
+    def _ask_again(self, inquiry: Inquiry[Any], site: str) -> None:
+        """Note that a site has to be asked again, with all of the model."""
+        if site not in inquiry.waiting:
             return
-        site = message.site
-        if message.what == "lost":
-            number = message.numbers.get("question")
-            if number is not None and (site not in waiting or number != self._last[site]):
-                return
-            missing |= set(waiting.pop(site, []))
-            if self.base is not None:
-                self.base.heard(site, 0)
-        try:
-            self.register.heard(message)
-        except LeftOut as error:
-            self.register.leave_out(site, str(error))
-        except UserError as error:
-            if not self.register.skips:
-                raise
-            missing |= set(waiting.pop(site, []))
-            self.register.leave_out(site, str(error))
+        inquiry.again[site] = inquiry.again.get(site, 0) + 1
+        if inquiry.again[site] > MOST_AGAIN:
+            raise WrongField("what", f"asks for the model, or is lost, {MOST_AGAIN + 1} times")
+        inquiry.take_back(site)
+        self.sent.forget(site)
 
-    def _ask(self, inquiry: Inquiry[Any], waiting: dict[str, list[int]], missing: set[int]) -> None:
-        """Send messages to the sites of missing clients that are present and not busy."""
-        messages = []
-        for site, clients in self.register.known.items():
-            missing -= {i for i in missing & set(clients) if not inquiry.fits(i)}
-            mine = sorted(missing & set(clients))
-            if mine and site not in waiting:
-                message = inquiry.ask(site, mine)
-                self._last[site] = message.numbers["question"] = self.register.next_question()
-                messages.append(message)
-                waiting[site] = mine
-                missing -= set(mine)
-                self.told.add(site)
-        if messages:
-            self.transport.send(messages)
-
-    def message(self, round: Round, site: str, mine: list[int]) -> Message:
-        """Return the message to a site in a round: w, states, buffers and the round's numbers."""
-        message = self._with_model("round", round, site, mine)
-        message.numbers["round"] = round.t
-        message.numbers |= self.facts
-        arrays = message.arrays
-        # A site is not told the numbers of samples of other sites' clients.
-        message.numbers["total_weight"] = sum(round.weights.values())
-        if any(weight != 1 for weight in round.weights.values()):
-            arrays["weights"] = np.asarray([round.weights[i] for i in mine], np.float64)
-        if self.reads_evaluated:
-            self._put_evaluated(message, round.evaluated, round)
-        return message
-
-    def _put_evaluated(self, message: Message, evaluated: torch.Tensor, round: Round) -> None:
-        """Put the evaluated model into the message, if it is not w."""
-        if not torch.equal(evaluated, round.w):
-            round_messages.put(message.arrays, "evaluated", evaluated)
-
-    def _with_model(self, what: str, round: Round, site: str, mine: list[int]) -> Message:
+    def _message(self, what: str, t: int, round: Round, site: str, mine: list[int]) -> Message:
         """Return a message with w, or the part of it that the site lacks, and the round's states
         and buffers.
 
         The message names these clients of the site, and the last round of each that counted.
+
+        Args:
+            t: the round that the message names.
         """
-        whole = site not in self.told or round.parts is None
         message = Message(what, site)
-        message.numbers = {"run": self.run, "whole": int(whole), "m": self.loop.cohort.m}
+        question = self.register.next_question()
+        message.numbers = {"run": self.run, "question": question, "round": t, **self.facts}
         arrays = message.arrays
         arrays["mine"] = np.asarray(mine, np.int64)
         counted = [round.read(AT_SITES, client) for client in mine]
         arrays["counted"] = np.asarray([-1 if c is None else int(c) for c in counted], np.int64)
-        w = round.w
-        if not whole:
-            assert round.parts is not None
-            sent = self._parts_sent(round, mine)
-            arrays["parts"] = np.asarray(sent, np.bool_)
-            where = ~round.parts.kept
-            for mask, there in zip(round.parts.masks, sent, strict=True):
-                where = where | mask if there else where
-            w = w[where]
-        if self.sent is None:
-            round_messages.put(arrays, "w", w)
-        else:
-            self.sent.put(message, round, self._last.get(site) if site in self.told else None)
-        if site not in self.told and self.loop.methods.start_from_w0:
-            round_messages.put(arrays, "w0", round.initial_model)
+        self.sent.put(message, round)
         # Send buffers that clients own, too. A client without its own buffers starts from these;
         # each client sends its change, and the server makes the next ones from the changes.
         for name, value in round.buffers.items():
@@ -431,17 +353,10 @@ class Sites:
             round_messages.put(arrays, "state/" + key, value)
         if self.base is not None:
             self.base.put(message)
+        wanted = what == "evaluate" or self.reads_evaluated
+        if wanted and not torch.equal(round.evaluated, round.w):
+            round_messages.put(arrays, "evaluated", round.evaluated)
         return message
-
-    def _parts_sent(self, round: Round, mine: list[int]) -> list[bool]:
-        """Return for each part of the model whether one of these clients has no valid copy of
-        it.
-        """
-        parts = round.parts
-        assert parts is not None
-        rows = [round.read(AT_SITES, client) for client in mine]
-        oldest = min((-1 if row is None else int(row) for row in rows), default=round.t)
-        return [oldest <= last for last in parts.last_averaged(round.t, round.server_states)]
 
     def _states(self, methods: CallbackList) -> dict[str, torch.Tensor]:
         """Return the server states that clients are sent, after this round's hooks."""
@@ -474,10 +389,8 @@ class Sites:
         self.loop.methods.bind(RoundTransaction(facts))
 
         def ask(site: str, mine: list[int]) -> Message:
-            message = self._with_model("evaluate", facts, site, mine)
-            message.numbers |= {"round": rounds - 1, "epochs": finetune_epochs}
-            message.numbers |= self.facts
-            self._put_evaluated(message, vector, facts)
+            message = self._message("evaluate", rounds - 1, facts, site, mine)
+            message.numbers["epochs"] = finetune_epochs
             return message
 
         tests = self.register.tests
@@ -488,30 +401,27 @@ class Sites:
             return answers.evaluated(message, self.run, rounds - 1, known, tuned, self.validated)
 
         values: Values = {}
-        inquiry = Inquiry("evaluated", ask, read)
-        for site, evaluated in self.answers(inquiry, ids):
+        inquiry = Inquiry("evaluated", ask, read, {*ids})
+        for site, evaluated in self.answers(inquiry):
             self._note_left(site, evaluated.left)
             tests.update(evaluated.samples)
             values |= evaluated.values
         self.judge(max(rounds - 1, 0), inquiry, {})
         return {client: values[client] for client in ids if client in values}
 
-    def one(self, model: PersonalModel) -> dict[str, float] | None:
-        """Return values of one client with test samples; None if no present site has such a client.
-
-        ``model``: as in :meth:`measured`.
+    def tests_clients(self) -> bool:
+        """Return whether a client has test samples; False: one may come that has.
 
         Raises:
             UserError: no site has any test samples, and no more sites will come.
         """
         register = self.register
-        for client in sorted(register.holder):
-            if register.tests.get(client):
-                return self.measured([client], 0, model).get(client, {}).get("")
+        if any(register.tests.get(client) for client in register.holder):
+            return True
         data = self.loop.cohort.data
         elsewhere = len(register.holder) < self.loop.cohort.m
         if elsewhere and (isinstance(data, Told) or getattr(data, "tests_clients", False)):
-            return None
+            return False
         raise UserError(
             "PerClientEvaluation: no client has test samples of its own at its site, or as many "
             "as the site's fewest_samples: give client_test_fraction in the sites' data (for "

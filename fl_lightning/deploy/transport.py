@@ -19,22 +19,19 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.errors import UserError
 from fl_lightning.machine.escaping import plain
 
 Array = NDArray[Any]
 Number = int | float
 MAGIC = b"fl-site1"
+BFLOAT = np.dtype("V2")  # the bits of a bfloat16 tensor, which NumPy has no type for
 # Accept only these types: an object array would hold pointers, text needs no array, and PyTorch has
 # no number of more than 8 bytes, or 16 if it is complex.
-KINDS = "biufc"
 DTYPES = {
     *("|b1", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8"),
-    *("<f2", "<f4", "<f8", "<c8", "<c16"),
+    *("<f2", "<f4", "<f8", "<c8", "<c16", BFLOAT.str),
 }
 MOST_HEADER = 2**24  # bytes of a header
-MOST_AXES = 16  # of an array
-BFLOAT = ":bfloat16"  # suffix of the name of an array that holds the bits of a bfloat16 tensor
 
 
 def words(text: str) -> NDArray[np.uint8]:
@@ -91,7 +88,7 @@ class Transport(Protocol):
 
         If a message was lost on the way, a message with ``what="lost"`` from its site comes
         instead. If a site does not run the app, ``what="refused"`` with the reason as ``text``. If
-        its bytes are not a message, ``what="damaged"``: see :func:`opened`.
+        its bytes are not a message, ``what="damaged"``: see :func:`unpacked`.
         """
 
 
@@ -123,9 +120,10 @@ def _header(message: Message) -> bytes:
     """Return the bytes of a message before its arrays."""
     places = {}
     for name, array in message.arrays.items():
-        if array.dtype.kind not in KINDS:
+        kind = array.dtype.newbyteorder("<").str
+        if kind not in DTYPES:
             raise TypeError(f"{name} has the dtype {array.dtype}; messages can hold only numbers")
-        places[name] = [array.dtype.newbyteorder("<").str, list(array.shape)]
+        places[name] = [kind, list(array.shape)]
     header = {"what": message.what, "numbers": message.numbers, "arrays": places}
     text = json.dumps(header).encode()
     return b"".join([MAGIC, len(text).to_bytes(8, "little"), text])
@@ -134,8 +132,7 @@ def _header(message: Message) -> bytes:
 def unpacked(data: bytes, site: str) -> Message:
     """Return the message that :func:`packed` made; its arrays are views of the bytes.
 
-    Raises:
-        UserError: the data are not such a message; the error names the site.
+    ``damaged``, with the reason as ``text``, if the data are not such a message.
     """
     try:
         if data[:8] != MAGIC:
@@ -156,32 +153,28 @@ def unpacked(data: bytes, site: str) -> Message:
         if start != len(data):
             raise ValueError(f"it has {len(data)} bytes, and its header says {start}")
         return Message(str(header["what"]), site, numbers, arrays)
-    except (
-        *(ValueError, KeyError, TypeError, AttributeError, OverflowError),
-        *(RecursionError, MemoryError),
-    ) as error:
-        raise UserError(
-            f"site {site}: the data that arrived are not a message of fl-lightning "
-            f"({visible(error)}). Server and site need the same version of fl-lightning."
-        ) from error
+    except Exception as error:
+        return damaged(site, error)
+
+
+def damaged(site: str, error: Exception) -> Message:
+    """Return what stands for data that are not a message."""
+    text = (
+        f"site {site}: the data that arrived are not a message of fl-lightning ({visible(error)}). "
+        "Server and site need the same version of fl-lightning, and the app that `fl-lightning "
+        "deploy flower` wrote."
+    )
+    return Message("damaged", site, arrays={"text": words(text)})
 
 
 def _view(data: bytes, name: str, kind: object, shape: Any, start: int) -> Array:
     """Return an array of a message, which begins at ``start`` in its bytes."""
     whole = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
-    if kind not in DTYPES or not whole or len(shape) > MOST_AXES:
+    if kind not in DTYPES or not whole:
         raise ValueError(f"its field {visible(name, 50)} is not an array of numbers")
     values: Any = np.frombuffer(data, np.dtype(str(kind)), math.prod(shape), start)
     native: Array = values.astype(values.dtype.newbyteorder("="), copy=False).reshape(shape)
     return native
-
-
-def opened(data: bytes, site: str) -> Message:
-    """Return the message in a site's bytes; ``damaged``, with the reason, if there is none."""
-    try:
-        return unpacked(data, site)
-    except UserError as error:
-        return Message("damaged", site, arrays={"text": words(str(error))})
 
 
 class InMemoryTransport:
@@ -192,8 +185,7 @@ class InMemoryTransport:
     Args:
         sites: by name, a function that serves a :class:`Post` until its end.
 
-    ``swallows``: a function that returns whether a message is lost. ``array_bytes``: bytes of the
-    arrays of each message so far: (way, site, what, bytes).
+    A site that raises ``SystemExit`` was killed, and starts again at its next message.
     """
 
     def __init__(self, sites: Mapping[str, Callable[[Post], None]]) -> None:
@@ -201,23 +193,20 @@ class InMemoryTransport:
         self._posts: dict[str, _MemoryPost] = {}
         self._waiting: list[tuple[str, bytes]] = []
         self._busy: str | None = None  # the site that computes
-        self.swallows: Callable[[Message], bool] = lambda message: False
-        self.array_bytes: list[tuple[str, str, str, int]] = []
 
     def sites(self) -> list[str]:
         return sorted(self._serve)
 
     def send(self, messages: list[Message]) -> None:
-        for message in messages:
-            self.array_bytes.append(("down", message.site, message.what, message.array_bytes))
-            if not self.swallows(message):
-                self._waiting.append((message.site, packed(message)))
+        self._waiting += [(message.site, packed(message)) for message in messages]
 
     def receive(self, timeout: float) -> list[Message]:
         # A site gets its next message only after it has answered the last one.
         if self._busy is None and self._waiting:
             site, data = self._waiting.pop(0)
-            self._post(site).inbox.put(data)
+            if site not in self._posts:
+                self._posts[site] = _MemoryPost(site, self._serve[site])
+            self._posts[site].inbox.put(data)
             self._busy = site
         if self._busy is None:
             time.sleep(max(0.0, min(timeout, 0.01)))
@@ -230,44 +219,28 @@ class InMemoryTransport:
         self._busy = None
         if isinstance(answer, BaseException):
             del self._posts[site]
-            # A site that was killed starts again at its next message.
-            if isinstance(answer, Killed):
+            if isinstance(answer, SystemExit):
                 return [Message("lost", site)]
             raise answer
-        came = opened(answer, site)
-        self.array_bytes.append(("up", site, came.what, came.array_bytes))
-        return [came]
+        return [unpacked(answer, site)]
 
     def close(self) -> None:
         """Let the sites end, and wait for them."""
         for post in self._posts.values():
             post.inbox.put(None)
-            assert post.thread is not None
             post.thread.join()
         self._posts = {}
 
-    def _post(self, site: str) -> _MemoryPost:
-        if site not in self._posts:
-            post = _MemoryPost(site)
-            serve = self._serve[site]
-            post.thread = threading.Thread(target=post.run, args=(serve,), daemon=True)
-            post.thread.start()
-            self._posts[site] = post
-        return self._posts[site]
-
-
-class Killed(Exception):
-    """A test has killed a site."""
-
 
 class _MemoryPost:
-    def __init__(self, site: str) -> None:
+    def __init__(self, site: str, serve: Callable[[Post], None]) -> None:
         self.site = site
         self.inbox: queue.Queue[bytes | None] = queue.Queue()
         self.outbox: queue.Queue[bytes | BaseException] = queue.Queue()
-        self.thread: threading.Thread | None = None
+        self.thread = threading.Thread(target=self._run, args=(serve,), daemon=True)
+        self.thread.start()
 
-    def run(self, serve: Callable[[Post], None]) -> None:
+    def _run(self, serve: Callable[[Post], None]) -> None:
         try:
             serve(self)
         except BaseException as error:

@@ -1,13 +1,28 @@
-"""What leaves a site: every field that an answer to the server may have, with its meaning.
+"""What leaves a site: every field of its answers, its file of them, and what it tells of errors.
 
-A site sends no field that this list lacks. The app's README and docs/sites.md show the list.
+A site sends no field that FIELDS lacks. The app's README shows this list, and so does a page of
+the docs that each build writes. Before an answer leaves, a line about it is in the site's file:
+when, what the server asked, the round, the answer, its clients, its bytes, and its fields with the
+bytes of each, but no value of a field.
+
+The text of an error may quote what it is about. So only texts that this package makes without the
+site's data leave it: those about messages, states, and the journal of rows. Of every other error
+its kind leaves, and where it was raised; the text is in the site's own log.
 """
 
 from __future__ import annotations
 
+import csv
+import json
+import os
+import re
 import textwrap
+import traceback
+from datetime import datetime, timezone
+from pathlib import Path
 
-from fl_lightning.deploy.transport import BFLOAT, Message
+from fl_lightning.deploy.transport import Message, bytes_of, visible
+from fl_lightning.errors import CellError, UserError
 
 CLIENT = "CLIENT/"  # in place of a client's number, which such fields begin with
 
@@ -30,14 +45,11 @@ FIELDS: dict[str, dict[str, str]] = {
         "batches": "how many batches an epoch of each of them has",
         "tests": "how many test samples each of them has; only if `config.yaml` has "
         "`PerClientEvaluation`; 0 if they are fewer than `fewest_samples`",
-        "fewest_samples": "that number of `site.yaml`",
         "own": "whether the site brought its own data",
-        "shape": "the shape of a sample's x",
-        "classes": "how many classes the labels have",
-        "parameters": "how many parameters the model has",
         "place": "a random number that identifies the site's folder",
-        "version": "the version of fl-lightning",
-        "config": "the run's settings and methods as text, and a checksum of each frozen parameter",
+        "config": "the run's settings and methods, the version of fl-lightning, the number of the "
+        "model's parameters, the shape of a sample's x and the number of classes as text, and a "
+        "checksum of each frozen parameter",
     },
     "trained": {
         "CLIENT/update": "the client's update of the model",
@@ -53,14 +65,12 @@ FIELDS: dict[str, dict[str, str]] = {
         "CLIENT/updates/…": "how often a metric was updated",
         "CLIENT/state/…": "a metric's counts and sums; those of a macro metric are the number of "
         "samples of each label",
-        "CLIENT/items/…": "0, in place of a metric's list that is empty",
         "CLIENT/name/…": "under which name a metric was logged",
         "CLIENT/alone/…": "the value of a metric whose states cannot be merged",
-        "CLIENT/withheld": "that `log`, `metrics` and the five fields after it stay at the site, "
+        "CLIENT/withheld": "that `log`, `metrics` and the four fields after it stay at the site, "
         "because they are of fewer samples than `fewest_samples`",
         "CLIENT/counts": "counts of the gradients and passes computed, and of what was sent",
         "CLIENT/kept": "how many numbers the client keeps until its next round",
-        "CLIENT/reads/…": "which methods read the client's mean gradient",
         "CLIENT/finished": "whether the client's numbers are finite",
         "changed/…": "which buffers clients changed although the server keeps its own",
     },
@@ -96,7 +106,6 @@ def field_of(answer: str, name: str) -> str:
     >>> field_of("trained", "3/upload/ControlVariates.change")
     'CLIENT/upload/…'
     """
-    name = name.removesuffix(BFLOAT)
     client, rest = of_client(name)
     word, slash, _ = rest.partition("/")
     found = f"{CLIENT if client else ''}{word}{'/…' if slash else ''}"
@@ -129,3 +138,90 @@ def listed() -> str:
             lines += textwrap.wrap(f"- `{name}`: {text}", 100, subsequent_indent="  ")
         lines.append("")
     return "\n".join(lines).rstrip()
+
+
+FILE = "left.csv"
+COLUMNS = ("time", "asked", "round", "answer", "clients", "bytes", "fields")
+QUESTIONS = ("hello", "round", "evaluate")
+
+
+def note(folder: Path, question: Message, answer: Message) -> None:
+    """Add a line about an answer to the site's file; the answer may leave only after this.
+
+    ``question``: the server's message, whose names and numbers are not checked yet.
+
+    Raises:
+        UserError: the file cannot be written.
+        RuntimeError: the answer has a field that the list of what leaves lacks.
+    """
+    fields_in(answer)
+    clients, sizes = _of_fields(answer)
+    asked = question.what if question.what in QUESTIONS else "something else"
+    line = [
+        datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        asked,
+        visible(question.numbers.get("round", ""), 20),
+        answer.what,
+        " ".join(map(str, sorted(clients))),
+        bytes_of(answer),
+        "; ".join(f"{visible(name, 1000)} {size}" for name, size in sizes.items()),
+    ]
+    try:
+        _append(folder / FILE, line)
+    except OSError as error:
+        raise UserError(
+            f"site folder {folder}: {FILE} cannot be written ({error.strerror or error}). The site "
+            "sends nothing that it has not noted there. Make room for the file, and start again."
+        ) from error
+
+
+def _of_fields(answer: Message) -> tuple[set[int], dict[str, int]]:
+    """Return the clients that an answer is about, and the bytes of its fields by name.
+
+    Fields of several clients that differ only in the client's number are added up.
+    """
+    clients = set(answer.arrays["clients"].tolist()) if "clients" in answer.arrays else set()
+    sizes: dict[str, int] = {}
+    numbers = {name: len(json.dumps(number)) for name, number in answer.numbers.items()}
+    for name, size in (*numbers.items(), *((n, a.nbytes) for n, a in answer.arrays.items())):
+        client, rest = of_client(name)
+        if client:
+            clients.add(int(client))
+        sizes[rest] = sizes.get(rest, 0) + size
+    return clients, sizes
+
+
+def _append(path: Path, line: list[object]) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    with open(descriptor, "a", encoding="utf-8", errors="replace", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if not os.fstat(descriptor).st_size:
+            writer.writerow(COLUMNS)
+        writer.writerow(line)
+
+
+LOG = "site.log"
+TOLD = "site.told"  # file with what the server is told of the error that ended a site's process
+# Modules whose errors hold nothing of a site's samples, and one that quotes the site's file.
+_OF_MESSAGES = ("fl_lightning.deploy.", "fl_lightning.aggregation.metric_states")
+_OF_FILE = "fl_lightning.deploy.flower.serve_site"
+# From the first slash to the last of a line: names of folders may have blanks.
+_FOLDERS = re.compile(r"(?<![\w.])/[^\n]*/")
+MOST = 1000  # characters
+LOGGED = 10_000  # characters of an error in the site's own log
+
+
+def told(error: BaseException) -> str:
+    """Return what the server may know of an error at a site."""
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    if not frames:
+        return f"{type(error).__name__}; the text is in the site's {LOG}"
+    frame, line = frames[-1]
+    module = str(frame.f_globals.get("__name__", ""))
+    of_messages = module.startswith(_OF_MESSAGES) and module != _OF_FILE
+    if isinstance(error, UserError) and of_messages:
+        return visible(_FOLDERS.sub("…/", str(error)), MOST)
+    place = f"{Path(frame.f_code.co_filename).name}, line {line}"
+    if isinstance(error, CellError) and error.place:
+        place = f"the site's data, {error.place}"
+    return visible(f"{type(error).__name__} in {place}; the text is in the site's {LOG}", MOST)

@@ -15,11 +15,11 @@ import torch
 
 from fl_lightning.engines.engine_context import LearnerCopies
 from fl_lightning.engines.engine_plan import EnginePlan
-from fl_lightning.engines.fast_switch import fast_package, why_off
+from fl_lightning.engines.fast.capture import why_not_captured
 from fl_lightning.engines.forked import why_not_forked
-from fl_lightning.engines.registry import ENGINES
+from fl_lightning.engines.registry import unsupported
 from fl_lightning.engines.trials.dry_run import step_seconds
-from fl_lightning.engines.trials.trial_steps import FirstSteps, Reason, compare_two_copies
+from fl_lightning.engines.trials.trial_steps import FirstSteps, Reason, what_clients_share
 from fl_lightning.round.settings import CONCURRENT, SEQUENTIAL
 
 # Below this many seconds of local work per round, threads cost more time than they save.
@@ -40,7 +40,7 @@ class Known:
         self.untried = first_steps.untried
         self.shown_by_first_steps = first_steps.one_by_one
         self.device = self.context.w.device.type
-        self.unsupported = ENGINES[CONCURRENT].supports(self.context)
+        self.unsupported = unsupported(CONCURRENT, self.context)
 
     @property
     def wanted(self) -> int:
@@ -59,7 +59,7 @@ class Known:
     def shown_by_two_copies(self) -> Reason | None:
         """Why steps on two copies rule out training side by side; None: they allow it."""
         first = self.shown_by_first_steps
-        return compare_two_copies(self.copies, "" if first is None else first.text)
+        return what_clients_share(self.copies, "" if first is None else first.text, proof=True)
 
     @property
     def draws(self) -> bool:
@@ -93,7 +93,7 @@ class Known:
     @cached_property
     def not_captured(self) -> str:
         """Why local steps are not recorded and replayed; empty if they are."""
-        return why_off() or str(fast_package().why_not_captured(self.copies))
+        return why_not_captured(self.copies)
 
     @property
     def waits_for_python(self) -> bool:
@@ -123,7 +123,7 @@ class Row:
 TABLE = (
     Row(
         "the device is neither a CPU nor a CUDA GPU",
-        lambda known: known.device != "cuda" and bool(known.unsupported),
+        lambda known: bool(known.unsupported),
         SEQUENTIAL,
         "all",
         "clients train side by side only on CPUs and CUDA GPUs",
@@ -143,14 +143,14 @@ TABLE = (
         "{known.untried}",
     ),
     Row(
-        "a first step shows that clients share something",
+        "a trial step found state that clients share",
         lambda known: stands_against(known.shown_by_first_steps),
         SEQUENTIAL,
         "all",
         "{known.shown_by_first_steps.text}, so clients train one after the other",
     ),
     Row(
-        "a client's steps on two copies show that clients share something",
+        "trial steps on two copies found state that clients share",
         lambda known: stands_against(known.shown_by_two_copies),
         SEQUENTIAL,
         "all",
@@ -177,13 +177,6 @@ TABLE = (
         "one",
         "{known.shown_by_two_copies.text}, and each process has its own generators",
         processes=True,
-    ),
-    Row(
-        "the device is a GPU, and streams are switched off",
-        lambda known: bool(known.unsupported),
-        SEQUENTIAL,
-        "all",
-        "clients train side by side on streams, and {known.not_captured}",
     ),
     Row(
         "the device is a GPU",

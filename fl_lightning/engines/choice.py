@@ -6,18 +6,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fl_lightning.client.forward_hooks import FirstForwardCheck, ForwardHooks
 from fl_lightning.engines.auto import decide
 from fl_lightning.engines.engine import Engine
 from fl_lightning.engines.engine_context import EngineContext, LearnerCopies
 from fl_lightning.engines.engine_plan import EnginePlan
-from fl_lightning.engines.fast_switch import refusal
-from fl_lightning.engines.registry import ENGINES, BuildRequest, Notify
+from fl_lightning.engines.registry import BuildRequest, Notify, build, unsupported
 from fl_lightning.engines.trials.batch_check import check_batch_sizes, first_line
-from fl_lightning.engines.trials.dry_run import DryRun, tried_apart
+from fl_lightning.engines.trials.dry_run import tried_apart
+from fl_lightning.engines.trials.sample_trial import why_one_by_one
 from fl_lightning.engines.trials.trial_steps import FirstSteps, Reason, take_first_steps
 from fl_lightning.errors import UserError
-from fl_lightning.round.settings import AUTO, SEQUENTIAL, STACKED
+from fl_lightning.round.settings import AUTO, DEBUG, SEQUENTIAL, STACKED
 
 
 @dataclass(frozen=True)
@@ -49,15 +48,10 @@ def choose(
         uncaptured: called with the reason when a later round turns out not to be captured.
 
     Raises:
-        UserError: the engine asked for cannot train this learner, a packaged network does not fit
-            the data, or a batch is too small for the learner.
+        UserError: the engine asked for cannot train this learner, or a batch is too small for it.
         Exception: of the learner's first step, where a copy of the learner meets one.
     """
-    asked = ENGINES.get(context.engine)  # None: auto
-    reason = None if asked is None else asked.supports(context)
-    if reason is None and context.capture is True:
-        reason = refusal("capture=True", "capture='auto'")
-    if reason is not None:
+    if reason := unsupported(context.engine, context):
         raise UserError(reason)
     copies = LearnerCopies(context)
     resumed = held is not None and plan_fits(context, held)
@@ -69,24 +63,62 @@ def choose(
             note(more_threads(max(held.threads, held.server_threads), context.usable_cores))
     else:
         decision = decided(copies, () if held is None else held.as_buffers)
-    kernels = kernels_of(context.w.device)
-    so_far = kernels
-    if held is not None and held.kernels not in ("", kernels):
-        note(other_kernels(held.kernels, kernels))
-        # A later resume says so, too, whatever it runs on.
-        same = held.kernels.endswith(kernels)
-        so_far = held.kernels if same else f"{held.kernels}, then {kernels}"
-    plan = replace(decision.plan, server_threads=torch.get_num_threads(), kernels=so_far)
+    plan = replace(decision.plan, server_threads=torch.get_num_threads())
     for text in decision.notes:
         note(text)
     copies.treat_as_buffers(plan.as_buffers)
-    check_forward_hooks(copies)
     tell_of_buffers(context, plan, decision.buffers, note)
     if resumed:
         copies.prepare(plan)
-    kind = ENGINES[plan.engine] if asked is None else asked
-    by_name = asked is not None and not resumed
-    return kind.build(BuildRequest(copies, plan, decision.one_by_one, by_name, note, uncaptured))
+    if context.work.methods.reduced_by:
+        ready_for_samples(copies, decision, note)
+    by_name = context.engine != AUTO and not resumed
+    return build(BuildRequest(copies, plan, decision.one_by_one, by_name, note, uncaptured))
+
+
+def ready_for_samples(copies: LearnerCopies, decision: Decision, note: Notify) -> None:
+    """Decide whether gradients of single samples are taken together or one by one.
+
+    Raises:
+        UserError: the learner carries values from sample to sample, and a method protects these.
+    """
+    context = copies.context
+    work = context.work
+    learner = type(context.learner).__name__
+    found = decision.one_by_one
+    if work.methods.protects_samples and found is not None and found.keeps:
+        raise UserError(
+            f"method: {work.methods.protects_samples} cannot train {learner}: {found.text}. So the "
+            "gradient of one sample would depend on other samples, and no noise would hide that. "
+            "Keep no such state in training_step."
+        )
+    name = work.methods.reduced_by
+    hooks = copies.original.hooks
+    takes_batch = [] if hooks is None else [n for n in hooks.names if n not in hooks.before_step]
+    if takes_batch:
+        raise UserError(
+            f"method: {name} cannot train {learner}, which overrides {takes_batch[0]}: that is "
+            f"called with a batch or its gradient, and {name} takes the gradient of each sample. "
+            "Remove it."
+        )
+    if context.looking:
+        raise UserError(
+            f"method: {name} and {type(context.looking[0]).__name__} cannot run together: "
+            f"{type(context.looking[0]).__name__} gets the clients' batches "
+            f"(on_train_batch_start), and {name} takes the gradient of each sample. Keep one of "
+            "them."
+        )
+    work.samples_at_once = work.methods.samples_at_once
+    if work.samples_at_once == 1:
+        return
+    with tried_apart(context):
+        reason = why_one_by_one(copies)
+    if reason:
+        work.samples_at_once = 1
+        note(
+            f"{work.methods.reduced_by} takes the gradients of single samples one by one, and not "
+            f"together by torch.func.vmap, because {reason}"
+        )
 
 
 def more_threads(threads: int, cores: int) -> str:
@@ -98,63 +130,14 @@ def more_threads(threads: int, cores: int) -> str:
     )
 
 
-def kernels_of(device: torch.device) -> str:
-    """Return the processor's instructions and the GPU's name, by which torch chooses kernels."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    if device.type == "cpu":
-        return f"a processor with {capability}"
-    return f"{torch.cuda.get_device_name(device)} beside a processor with {capability}"
-
-
-def other_kernels(before: str, now: str) -> str:
-    """The note about a run that is resumed on other hardware."""
-    return (
-        f"the rounds up to this checkpoint ran on {before}, and this is {now}. torch computes with "
-        "other kernels on each, so the resumed run agrees to rounding, and not bit for bit, with "
-        "one that was never interrupted"
-    )
-
-
-def check_forward_hooks(copies: LearnerCopies) -> None:
-    """Refuse taps that name no module, or none that a step calls, and labels of another kind.
-
-    It is a step of round 0's first client on a copy, in every process.
-
-    Raises:
-        UserError: naming method and tap.
-    """
-    context = copies.context
-    methods = context.work.methods
-    if not methods.look:
-        return
-    forward_hooks = ForwardHooks(methods, copies.original, draws=False)
-    # A hook that runs later may add modules.
-    for tap in () if context.hooks_first else forward_hooks.every:
-        tap.module(context.learner)
-    copy = None
-    try:
-        with tried_apart(context):
-            trial = DryRun(copies)
-            copy = trial.copy
-            copy.forward_hooks = FirstForwardCheck(methods, copy, draws=False)
-            trial.run(context.cohort.tried(0)[0], 1)
-    except UserError:
-        raise
-    except Exception:
-        # If a step cannot be tried on a copy, round 0 meets the error and reports it.
-        return
-    finally:
-        if copy is not None:
-            copy.forward_hooks = None
-            copy.reset()
+def planned_as(engine: str) -> str:
+    """The name in plans and checkpoints of an engine that was asked for."""
+    return SEQUENTIAL if engine == DEBUG else engine
 
 
 def plan_fits(context: EngineContext, held: EnginePlan) -> bool:
     """Tell whether a resumed run keeps the plan that it began with."""
-    asked = ENGINES.get(context.engine)  # None: auto
-    if asked is not None and asked.planned_as != held.engine:
-        return False
-    if ENGINES[held.engine].supports(context) is not None:
+    if planned_as(context.engine) not in (AUTO, held.engine) or unsupported(held.engine, context):
         return False
     # Such callbacks and hooks were added later; with parallel clients they would not be called.
     return held.engine == SEQUENTIAL or not context.held_once(context.learner)
@@ -208,17 +191,16 @@ def notes_of(copies: LearnerCopies, first_steps: FirstSteps) -> tuple[str, ...]:
     Raises:
         UserError: a batch is too small for the learner.
     """
-    notes = []
-    if not first_steps.untried and (of_batches := check_batch_sizes(copies)):
-        notes.append(of_batches)
-    if first_steps.untrained:
-        notes.append(
-            f"learner {type(copies.context.learner).__name__}: in a first local step none of its "
-            "trainable parameters got a gradient, so clients learn nothing from their data. Its "
-            "loss has to depend on them: look for torch.no_grad(), detach() and parameters that "
-            "the forward pass does not use"
-        )
-    return tuple(notes)
+    if not first_steps.untried:
+        check_batch_sizes(copies)
+    if not first_steps.untrained:
+        return ()
+    return (
+        f"learner {type(copies.context.learner).__name__}: in a first local step none of its "
+        "trainable parameters got a gradient, so clients learn nothing from their data. Its loss "
+        "has to depend on them: look for torch.no_grad(), detach() and parameters that the "
+        "forward pass does not use",
+    )
 
 
 def planned(copies: LearnerCopies, first_steps: FirstSteps) -> Decision:
@@ -228,8 +210,8 @@ def planned(copies: LearnerCopies, first_steps: FirstSteps) -> Decision:
     if context.engine == AUTO:
         plan, one_by_one = decide(copies, first_steps)
     else:
-        asked = ENGINES[context.engine].planned_as
-        plan = EnginePlan(asked, "asked for", threads=torch.get_num_threads())
+        threads = torch.get_num_threads()
+        plan = EnginePlan(planned_as(context.engine), "asked for", threads=threads)
         if one_by_one is None and "cannot be copied" in first_steps.untried:
             one_by_one = Reason(first_steps.untried)
     return Decision(replace(plan, as_buffers=copies.as_buffers), one_by_one)

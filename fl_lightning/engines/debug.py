@@ -1,20 +1,16 @@
-"""``engine="debug"``: the bits of sequential, and errors that carry the objects that they are
-about.
-"""
+"""``engine="debug"``: the bits of sequential, and errors that carry what they are about."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fl_lightning.client.client_optimizer import ClientOptimizer
-from fl_lightning.client.client_trainer import ClientTrainer, add_error_note
-from fl_lightning.client.flat_learner import FlatLearner
+from fl_lightning.client.client_trainer import ClientTrainer, EachStep, add_error_note
 from fl_lightning.engines.sequential import Sequential
 from fl_lightning.round.client_group import ClientGroup
 from fl_lightning.round.clients import Clients
@@ -57,30 +53,17 @@ class Debug(Sequential):
         self.worker.work.methods.watch = None
 
 
-class StepByStep:
+class StepByStep(EachStep):
     """Takes a client's local steps without recording them."""
 
-    stream: torch.cuda.Stream | None = None
-
-    def run(
-        self,
-        step: Callable[[Any, Any], None],
-        batches: Iterator[Any],
-        clients: ClientGroup,
-        optimizer: ClientOptimizer,
-        copy: FlatLearner,
-    ) -> None:
-        """Take all steps of one client."""
-        for index, batch in enumerate(batches):
-            try:
-                step(batch, index)
-            except Exception as error:
-                place = At(clients.round.t, clients.ids[0], index, "training_step", {}, batch)
-                leave(error, place)
-                raise
-
-    def forget(self) -> None:
-        """Do nothing: nothing is kept from one round to the next."""
+    @contextmanager
+    def around(self, clients: ClientGroup, index: int, batch: Any) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            place = At(clients.round.t, clients.ids[0], index, "training_step", {}, batch)
+            leave(error, place)
+            raise
 
 
 def watched(hook: Callable[..., Any], subject: Clients | Server, *more: Any) -> Any:

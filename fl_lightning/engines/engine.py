@@ -41,9 +41,7 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Release all resources, because the run is over or a round failed. ``close`` may be called
-        again.
-        """
+        """Release all resources, because the run is over or a round failed; may be called again."""
 
 
 @contextmanager

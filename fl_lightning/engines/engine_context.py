@@ -89,9 +89,7 @@ class EngineContext:
 
     @property
     def most_beside(self) -> int:
-        """The most clients side by side: the process's cores; on a GPU as many as fit into it,
-        after steps were measured.
-        """
+        """The most clients side by side: the process's cores; on a GPU as many as fit."""
         device = self.w.device
         if device.type == "cpu":
             return self.usable_cores

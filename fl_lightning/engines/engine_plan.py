@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from fl_lightning.round.settings import CONCURRENT, PLANNED, STACKED
-from fl_lightning.storage.schema import COUNT, TEXT, entry, record, texts, that, written
+from fl_lightning.round.settings import CONCURRENT, STACKED
 
 AS_BEFORE = "as when the run began"
 
-
-_YES_OR_NO = that(lambda value: isinstance(value, bool))
-_ENGINE = that(lambda value: value in PLANNED)
+# What a checkpoint keeps. Whether steps are captured is tried again, because that depends on the
+# machine.
+KEPT = (
+    *("engine", "workers", "processes", "at_once", "threads", "server_threads"),
+    *("channels_last", "fused", "as_buffers"),
+)
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class EnginePlan:
     """Decided once, in one process for all.
 
     Args:
-        engine: its name (``planned_as`` in `registry.py`).
+        engine: its name in `registry.py`.
         why: the reason, for a reader.
         workers: clients side by side in a process; 0: as many as there is room for.
         processes: whether workers are forked processes, not threads or streams.
@@ -31,42 +32,29 @@ class EnginePlan:
         channels_last: whether images lie in channels-last memory.
         fused: whether Adam or AdamW steps by torch's fused kernel.
         as_buffers: frozen parameters that the learner's steps write, by name: buffers to the run.
-        kernels: what torch chose its kernels by in the rounds so far: the processor's instructions,
-            and the GPU's name.
     """
 
-    # A resumed run keeps the entries that have a kind. Whether steps are captured is tried again,
-    # because that depends on the machine.
-    engine: str = entry(_ENGINE)
+    engine: str
     why: str = ""
-    workers: int = entry(COUNT, 0)
-    processes: bool = entry(_YES_OR_NO, False)
-    at_once: int = entry(COUNT, 0)
-    threads: int = entry(COUNT, 1)
-    server_threads: int = entry(COUNT, 1)
+    workers: int = 0
+    processes: bool = False
+    at_once: int = 0
+    threads: int = 1
+    server_threads: int = 1
     captured: bool = False
     not_captured: str = ""
-    channels_last: bool = entry(_YES_OR_NO, False)
-    fused: bool = entry(_YES_OR_NO, False)
-    as_buffers: tuple[str, ...] = entry(
-        lambda value, place: tuple(texts(value or (), place)), (), name="written"
-    )
-    kernels: str = entry(TEXT, "")
+    channels_last: bool = False
+    fused: bool = False
+    as_buffers: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data, for a checkpoint."""
-        return written(self)
+        return {name: getattr(self, name) for name in KEPT}
 
     @classmethod
-    def from_dict(cls, held: Any, place: str = "engine") -> EnginePlan | None:
-        """The plan of a checkpoint; None where it holds none.
-
-        Raises:
-            UserError: no run writes it so; ``place``: where it stands there.
-        """
-        if held is None or (isinstance(held, Mapping) and not held.get("engine")):
-            return None
-        return replace(record(cls)(held, place), why=AS_BEFORE)
+    def from_dict(cls, held: dict[str, Any] | None) -> EnginePlan | None:
+        """The plan of a checkpoint; None where it holds none."""
+        return cls(**held, why=AS_BEFORE) if held else None
 
     def card(self) -> dict[str, str]:
         """The plan's entries in the run's card."""

@@ -35,7 +35,7 @@ from torch import Tensor
 from fl_lightning.aggregation.update_accumulator import UpdateAccumulator
 from fl_lightning.client.client_trainer import ClientTrainer
 from fl_lightning.client.copy_sync import LARGE_BYTES
-from fl_lightning.client.lent_objects import Lent
+from fl_lightning.client.trainer_view import Lent
 from fl_lightning.engines.engine import Collect
 from fl_lightning.engines.engine_context import EngineContext
 from fl_lightning.engines.sequential import Sequential
@@ -85,12 +85,10 @@ class Forked:
         self.number = number
         self._note = note
         self._children: list[Child] = []
-        self._alone = False  # whether a method keeps something that a worker would lose
+        self._alone = False  # whether clients train in the run's own process from now on
         self._fork_seconds = 0.0  # the shortest time that a fork took
         self._client_seconds = 0.0  # mean seconds over the latest clients
-        self._told = False  # whether a client has failed in a worker but not in the run itself
         self._waiting: deque[Leaf] = deque()  # clients that no worker has yet
-        self._again: set[int] = set()  # places of clients that the run itself trained instead
 
     def train(
         self,
@@ -112,7 +110,6 @@ class Forked:
         # `collect` also gives a client's results, without adding them to the sum.
         assert isinstance(collect, UpdateAccumulator)
         self._waiting = deque(largest_first(round, leaves))
-        self._again = set()
         try:
             for _ in range(self._worth(len(leaves))):
                 child = self._forked(round, collect)
@@ -128,9 +125,13 @@ class Forked:
                     self._hand_out()
                     client_done()
                 if self._alone:
-                    left = self._left()
+                    # In the order of the cohort: the error of the first client that fails is
+                    # raised, whichever worker was quicker.
+                    left = list(self._waiting)
+                    for child in busy:
+                        left.extend(child.tasks)
                     self.close()
-                    self.one_after_the_other().train(round, left, collect, client_done)
+                    self.one_after_the_other().train(round, sorted(left), collect, client_done)
             for child in self._children:
                 # A worker that was killed after its last client has left nothing undone.
                 with suppress(BrokenPipeError, ConnectionResetError):
@@ -139,13 +140,6 @@ class Forked:
             self._children = []
         finally:
             self.close()
-
-    def _left(self) -> list[Leaf]:
-        """The clients whose results have not been received."""
-        left = list(self._waiting)
-        for child in self._children:
-            left.extend(task for task in child.tasks if task[0] not in self._again)
-        return left
 
     def close(self) -> None:
         """End the workers that still run."""
@@ -206,21 +200,31 @@ class Forked:
         with torch.no_grad(), self.worker.copy.tied(round.evaluated):
             while (client := connection.recv()) is not None:
                 answer: Any
-                present.lent = lent = Lent(self.worker.copy.learner)
+                present.lent = lent = Lent()
                 began = time.perf_counter()
                 with warnings.catch_warnings(record=True) as told:
                     try:
                         answer = collect.result_of(self.worker.train(round, client))
                     except Exception as error:
-                        answer = WorkerFailed(f"{type(error).__name__}: {error}")
+                        answer = Refused(
+                            f"client {client} failed in a worker process in round {round.t} "
+                            f"({type(error).__name__}: {error})"
+                        )
                 after = facts_of(methods, contents, before)
                 changed = [name for name in after if after[name] != before.get(name)]
-                if isinstance(answer, WorkerFailed):
+                if isinstance(answer, Refused):
                     pass
                 elif changed:
-                    answer = Keeps(changed[0])
-                elif written := lent.changed():
-                    answer = Keeps(written, in_step=True)
+                    answer = Refused(
+                        f"{changed[0]} is changed in a hook that takes clients, which a worker "
+                        "process would lose. Declare such a value (ClientState, Upload, "
+                        "clients.log)"
+                    )
+                elif lent.reached:
+                    answer = Refused(
+                        f"training_step writes to {lent.reached}, which a worker process would "
+                        "lose. Use self.log"
+                    )
                 texts = [(str(w.message), w.category, w.filename, w.lineno) for w in told]
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -290,43 +294,17 @@ class Forked:
         child.since = time.monotonic()
         known = self._client_seconds or seconds
         self._client_seconds = 0.9 * known + 0.1 * seconds
-        if isinstance(answer, Keeps):
-            self._alone = True
-            where = "training_step" if answer.in_step else "a hook that takes clients"
-            way_out = (
-                "Use self.log"
-                if answer.in_step
-                else ("Declare such a value (ClientState, Upload, clients.log)")
-            )
-            self._note(
-                f"{answer.name} is changed in {where}, and a worker process would lose the change. "
-                "So clients train one after the other in the run's own process, to the same bits. "
-                f"{way_out} to train in processes"
-            )
-            return
-        child.tasks.popleft()
         for text, category, file, line in told:
             registry = sys.modules[__name__].__dict__.setdefault("__warningregistry__", {})
             warnings.warn_explicit(text, category, file, line, registry=registry)
-        if leaf in self._again:
+        if isinstance(answer, Refused):
+            self._alone = True
+            self._note(
+                f"{answer.text}. So clients train one after the other in the run's own process, to "
+                "the same bits"
+            )
             return
-        if isinstance(answer, WorkerFailed):
-            # If the learner itself is at fault, its error is met here, whole. Clients before this
-            # one may fail, too, so they come first: the error does not depend on who is quicker.
-            first = sorted([(leaf, client), *(t for t in self._left() if t[0] < leaf)])
-            self._again.update(place for place, _ in first)
-            self._waiting = deque(task for task in self._waiting if task not in first)
-            self.one_after_the_other().train(round, first, collect, lambda: None)
-            # The client trained well in this process, so the learner or the data hold something
-            # that cannot be used after a fork.
-            if not self._told:
-                self._told = True
-                self._note(
-                    f"client {client} failed in a worker process in round {round.t} "
-                    f"({answer.text}), and trained in the run's own process after that. If that "
-                    "happens to many clients, engine='sequential' is quicker"
-                )
-            return
+        child.tasks.popleft()
         collect.changed |= changed
         collect(leaf, answer)
 
@@ -364,23 +342,9 @@ def open_files() -> list[str]:
         only_read = flags & os.O_ACCMODE == os.O_RDONLY
         if name in opened_in_each:
             continue
-        unknown = not _of_a_program(name) and not _inherited(int(descriptor), name)
-        if stat.S_ISREG(mode) and only_read and int(descriptor) > 2 and unknown:
+        if stat.S_ISREG(mode) and only_read and int(descriptor) > 2 and not _of_a_program(name):
             names.append(name)
     return names
-
-
-def _inherited(descriptor: int, name: str) -> bool:
-    """Tell whether the program that started this one left it an open file, a shell's lock, say.
-
-    Such a file is open in both under one number, and was not to be closed when this one began.
-    """
-    if fcntl.fcntl(descriptor, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
-        return False
-    try:
-        return os.readlink(f"/proc/{os.getppid()}/fd/{descriptor}") == name
-    except OSError:
-        return False
 
 
 def _of_a_program(name: str) -> bool:
@@ -393,21 +357,11 @@ def _of_a_program(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Keeps:
-    """A change that a client's round made outside of its results. A worker process would lose it.
+class Refused:
+    """A client that a worker could not train, or only with losses, with the reason.
 
-    Args:
-        name: a method's attribute, or an object that the learner reached through its Trainer.
-        in_step: whether the learner's steps changed it, and not a hook of a method.
+    If the learner itself is at fault, the run's own process meets its error, whole.
     """
-
-    name: str
-    in_step: bool = False
-
-
-@dataclass(frozen=True)
-class WorkerFailed:
-    """A worker's client raised an exception."""
 
     text: str
 

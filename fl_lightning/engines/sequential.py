@@ -39,4 +39,4 @@ class Sequential:
                 copy.load_buffers(round.buffers)
 
     def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """Nothing to release."""

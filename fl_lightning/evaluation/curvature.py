@@ -19,8 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fl_lightning.client.step_hooks import Gradients, dense, differentiated
 from fl_lightning.errors import UserError
-from fl_lightning.evaluation.evaluator import GRAPH_BYTES, Evaluator, OverSamples
-from fl_lightning.evaluation.measured_samples import Samples
+from fl_lightning.evaluation.evaluator import GRAPH_BYTES, Evaluator, OverSamples, Samples
 from fl_lightning.learner.layout import flatten
 from fl_lightning.sampling import generator
 
@@ -116,9 +115,7 @@ class Hessian:
         return (total.product / self._number).cpu().numpy()
 
     def _check_missing(self, gradients: Gradients, batch: Any, index: int) -> None:
-        """Refuse a loss to which `backward()` gives gradients that no second derivative
-        includes.
-        """
+        """Refuse gradients by `backward()` that no second derivative includes."""
         copy = self.evaluator.copy
         loss = self.evaluator.loss(batch, index, graph=True)
         by_backward = differentiated(loss, copy.parameters)
@@ -132,14 +129,12 @@ class Hessian:
 
 
 def measure(hessian: Hessian, tolerance: float, probes: int, seed: int) -> Curvature:
-    """Return the curvature; random vectors are functions of the seed."""
     return measure_with_vector(hessian, tolerance, probes, seed)[0]
 
 
 def measure_with_vector(
     hessian: Hessian, tolerance: float, probes: int, seed: int
 ) -> tuple[Curvature, Vector]:
-    """Return the curvature, and the first eigenvector; zeros if a value is not finite."""
     vector = np.zeros(hessian.size)
     try:
         value, vector = top(hessian, tolerance, seed)
@@ -199,8 +194,7 @@ def top(hessian: Hessian, tolerance: float, seed: int) -> tuple[float, Vector]:
 
 
 def trace(hessian: Hessian, probes: int, seed: int, along: Vector) -> tuple[float, float]:
-    """Return an estimate of the trace, and its standard error over so many probes z of ±1,
-    including rounding.
+    """Return an estimate of the trace, and its standard error over the probes z, with rounding.
 
     tr H = tr Q'HQ + tr PHP with P = I - QQ'. The first part is computed exactly, and z'PHPz
     estimates the second. Q has ``along``, best the first eigenvector, and up to ``probes`` / 2 more

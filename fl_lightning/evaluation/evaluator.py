@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from fl_lightning.aggregation import metric_states
 from fl_lightning.aggregation.over_processes import TreeSum, sum_over_processes, visiting_order
@@ -27,7 +27,6 @@ from fl_lightning.client.client_trainer import add_error_note
 from fl_lightning.client.flat_learner import Convert, FlatLearner
 from fl_lightning.client.step_hooks import dense, differentiated
 from fl_lightning.engines.engine_context import conversion, forward_context
-from fl_lightning.evaluation.measured_samples import Counted, Samples, copies, pieces, together
 from fl_lightning.evaluation.validated_model import evaluated
 from fl_lightning.evaluation.validation import BEFORE, ValidationEpoch, hooks_of
 from fl_lightning.learner.attributes import Attributes
@@ -38,7 +37,10 @@ from fl_lightning.machine.random_state import random_state_kept, seed_client
 from fl_lightning.metrics import without_prefix
 from fl_lightning.round.client_sums import Sums
 from fl_lightning.round.global_model import GlobalModel
+from fl_lightning.sampling import generator
 
+Samples = Mapping[int, NDArray[np.int64]]  # client → positions in the training data
+Counted = tuple[Any, int]  # a batch and its number of samples
 Share = Callable[[], list[Counted]]
 # (batch, its number of samples, its index) -> what it adds to a sum over samples
 Term = Callable[[Any, int, int], "OverSamples"]
@@ -81,14 +83,13 @@ class Measured:
 
 
 class Evaluator:
-    """Evaluates clients' samples on a copy of the learner, with the state and buffers that it has
-    when this is made.
+    """Evaluates clients' samples on a copy of the learner as it is, with its state and buffers.
 
     An evaluation changes nothing of the run: neither its learner, nor random state, metrics or
     logs. The loss is that of ``training_step`` in evaluation mode, and each batch is weighted by
     its samples. Random draws in a step are a function of the seed and the batch. Sums are float64,
     over batches that do not depend on which process computes them. Processes share the work, and 1,
-    2, 4, … of them have the same bits. All of them have to call :meth:`mean` and :meth:`each`.
+    2, 4, … of them have the same bits. All of them have to call :meth:`mean`.
     ``buffers``: buffers with which each batch starts, at first the learner's.
 
     Args:
@@ -100,7 +101,6 @@ class Evaluator:
             begin each batch anew.
 
     Example:
-        >>> from fl_lightning.evaluation.measured_samples import samples_of
         >>> from fl_lightning.testing import tiny_run
         >>> module = tiny_run()
         >>> everyone = samples_of(module.trainer.datamodule)
@@ -154,19 +154,14 @@ class Evaluator:
 
     @classmethod
     def of_run(cls, run: Any, trainer: Any, exact: bool = False) -> Evaluator:
-        """Return the evaluator of a FederatedRun, with the batches that clients get.
-
-        ``exact``: without autocast.
-        """
+        """As :meth:`of_model`, of a FederatedRun; ``exact``: without autocast."""
         return cls.of_model(run.model, trainer, trainer.datamodule, run.seed(trainer), exact)
 
     @classmethod
     def of_model(
         cls, model: GlobalModel, trainer: Any, data: Any, seed: int, exact: bool = False
     ) -> Evaluator:
-        """Return the evaluator of a GlobalModel, with the batches that clients get from
-        ``data``.
-        """
+        """Evaluator of a GlobalModel, with the batches that clients get from ``data``."""
         device = trainer.strategy.root_device
         context = torch.enable_grad if exact else forward_context(trainer, device)
         convert = conversion(trainer, model.learner, data)
@@ -177,8 +172,7 @@ class Evaluator:
 
     @classmethod
     def of_evaluated(cls, run: Any, trainer: Any, exact: bool = False) -> tuple[Evaluator, Tensor]:
-        """Return the evaluator of a FederatedRun, and the weights ``(D,)`` that Lightning
-        validates.
+        """Return a FederatedRun's evaluator, and the weights ``(D,)`` that Lightning validates.
 
         The weights include averages of WeightAveraging and changes by the learner's validation
         hooks; the same holds for the evaluator's buffers.
@@ -189,9 +183,7 @@ class Evaluator:
         return evaluator, vector
 
     def follow(self, learner: Any, buffers: Mapping[str, Tensor]) -> None:
-        """Use these buffers for later evaluations, and the changes that the
-        learner's hooks have made.
-        """
+        """Use these buffers from now on, and what the learner's hooks have changed."""
         self.copy.follow(learner)
         self.copy.begin(self.data)
         self.copy.learner.eval()
@@ -219,7 +211,6 @@ class Evaluator:
         gradient: bool = False,
         step: str = "training_step",
     ) -> Measured:
-        """Return :meth:`mean` over batches that :meth:`shares` returned."""
         total = self.sum(x, shares, self._term(gradient, step))
         states = gathered(self.copy.take_metrics())
         logged = {**_means(total), **self._of_metrics(states)}
@@ -229,39 +220,10 @@ class Evaluator:
         mean_gradient = None if total.gradient is None else total.gradient / number
         return Measured(number, float(total.loss / number), logged, mean_gradient)
 
-    def each(self, x: Tensor, samples: Samples, step: str = "training_step") -> dict[str, Tensor]:
-        """Return each client's means ``(n,)``, float64: ``samples``, ``loss`` and the logs.
-
-        The means are in the order of ``samples``, and NaN for clients without samples or without
-        logs.
-
-        Args:
-            x: ``(D,)``, or one per client ``(n, D)``.
-            step: as in :meth:`mean`.
-        """
-        world, rank = place()
-        rows_here: dict[int, dict[str, float]] = {}
-        for j, (client, indices) in enumerate(samples.items()):
-            if j % world == rank:
-                point = x if x.ndim == 1 else x[j]
-                rows_here[j] = self.client(point, client, indices, step)
-        rows: dict[int, dict[str, float]] = {}
-        for rows_there in gathered(rows_here):
-            rows.update(rows_there)
-        names: dict[str, None] = {}
-        for j in sorted(rows):
-            names.update(dict.fromkeys(rows[j]))
-        columns: dict[str, Tensor] = {}
-        for name in names:
-            values = [rows[j].get(name, math.nan) for j in range(len(rows))]
-            columns[name] = torch.tensor(values, dtype=torch.float64)
-        return columns
-
     def client(
         self, x: Tensor, client: int, indices: NDArray[np.int64], step: str = "training_step"
     ) -> dict[str, float]:
-        """Return one client's means at x ``(D,)``, only in this process: samples, loss and the
-        logs.
+        """Return a client's samples, loss and logs at x ``(D,)``, only in this process.
 
         Args:
             step: whose logs are returned; with ``validation_step`` as in :meth:`validated`, but at
@@ -285,8 +247,7 @@ class Evaluator:
         return {**self._validated(x, client, shares, at_x=True), **values}
 
     def validated(self, x: Tensor, client: int, indices: NDArray[np.int64]) -> dict[str, float]:
-        """Return what ``Trainer.validate`` would give for the model x ``(D,)`` on only these
-        samples.
+        """Return what ``Trainer.validate`` gives for the model x ``(D,)`` on these samples.
 
         Returns:
             The values are ``samples``, all that the learner logs under their names, and ``loss``:
@@ -319,7 +280,6 @@ class Evaluator:
         return weights.to(x), {name: buffer.clone() for name, buffer in own.buffers.items()}
 
     def _training_loss(self, x: Tensor, client: int, indices: NDArray[np.int64]) -> float:
-        """Return the training step's loss at the model that is validated in place of x."""
         buffers = self.buffers
         point, self.buffers = self.model(x)
         try:
@@ -347,8 +307,7 @@ class Evaluator:
     def _validated(
         self, x: Tensor, client: int, shares: list[Share], at_x: bool = False
     ) -> dict[str, float]:
-        """Return the learner's logs of one validation epoch on a client's batches; empty if there
-        is no step.
+        """Return the logs of one validation epoch on a client's batches; empty without a step.
 
         ``at_x``: measure x itself, even if the learner's hooks exchange weights.
         """
@@ -380,7 +339,6 @@ class Evaluator:
         return logged
 
     def _for_validation(self) -> FlatLearner:
-        """Return the learner for one validation: a copy of it if hooks or steps change it."""
         if self._stateless:
             return self.copy
         own = self.copy.another(aliased=keeps_frozen(self.copy.learner))
@@ -417,8 +375,7 @@ class Evaluator:
     def sum(
         self, x: Tensor, shares: Sequence[Share], term: Term, alone: bool = False
     ) -> OverSamples:
-        """Return Σ of ``term`` at x ``(D,)`` over the batches of all processes (``alone``: only of
-        this one).
+        """Return Σ of ``term`` at x ``(D,)`` over all processes' batches (``alone``: its own).
 
         The sum is empty if there are no batches.
         """
@@ -453,7 +410,6 @@ class Evaluator:
         return max(1, min(MOST, int(fitting)))
 
     def _bytes_of_graph(self, x: Tensor, batch: Any, number: int) -> int:
-        """Return the memory of the tensors that a backward pass over this batch keeps."""
         parameters = self.copy.x.untyped_storage().data_ptr()
         kept = 0
 
@@ -517,9 +473,7 @@ class Evaluator:
         return term
 
     def _validation(self, batch: Any, index: int) -> None:
-        """Take a step of validation, with the learner's hooks around it, on samples of many
-        clients.
-        """
+        """Take a validation step, with its batch hooks, on samples of many clients."""
         self._graph = False
         learner = self.copy.learner
         if self.convert_validation is not None:
@@ -533,7 +487,6 @@ class Evaluator:
             learner.validation_step(*called_with(learner.validation_step, batch, index))
 
     def _one(self, term: Term, batch: Any, number: int, index: int) -> OverSamples:
-        """Return a term of one batch, with the server's buffers."""
         # A step's random draws depend only on the batch's number, and not on the process that
         # computes it.
         self.copy.logged = {}
@@ -553,17 +506,13 @@ class Evaluator:
 
     @contextmanager
     def _at(self, x: Tensor, own: FlatLearner | None = None) -> Iterator[None]:
-        """Within this context the copy of the learner (None: the common one) is at x ``(D,)``."""
         own = own or self.copy
         own.reset()
         own.go_to(x)
-        with random_state_kept(own.x), own.present.lending(own.learner):
+        with random_state_kept(own.x), own.present.lending():
             yield
 
     def _of_metrics(self, states: Sequence[metric_states.MetricStates | None]) -> dict[str, float]:
-        """Return the values of the learner's logged torchmetrics, over all samples that they
-        have seen.
-        """
         by_rank = {rank: state for rank, state in enumerate(states) if state is not None}
         return metric_states.merged_into(self.copy.learner, by_rank) if by_rank else {}
 
@@ -577,3 +526,72 @@ class Evaluator:
 
 def _means(total: OverSamples) -> dict[str, float]:
     return {name: float(value / total.logged[name]) for name, value in total.logs.items()}
+
+
+def samples_of(data: Any) -> Samples:
+    return {i: data.client_indices(i) for i in range(int(data.num_clients))}
+
+
+def drawn(data: Any, number: int | None, seed: int, purpose: str) -> Samples:
+    """Draw ``number`` of all clients' samples, without replacement.
+
+    If ``number`` is None, or there are no more samples, all are returned.
+    A sample that several clients hold can occur several times. The draw is a function of (seed,
+    purpose).
+    """
+    sizes = data.client_sizes()
+    total = int(sizes.sum())
+    if number is None or number >= total:
+        return samples_of(data)
+    chosen = np.sort(generator(seed, purpose).choice(total, number, replace=False, shuffle=False))
+    ends = np.cumsum(sizes)
+    clients = np.searchsorted(ends, chosen, side="right")
+    samples: dict[int, NDArray[np.int64]] = {}
+    for i in np.unique(clients).tolist():
+        first = ends[i] - sizes[i]
+        samples[i] = data.client_indices(i)[chosen[clients == i] - first]
+    return samples
+
+
+def pieces(samples: Samples, size: int) -> list[list[tuple[int, NDArray[np.int64]]]]:
+    """Batches of exactly ``size`` samples, except the last, as parts (client, its samples)."""
+    batches: list[list[tuple[int, NDArray[np.int64]]]] = []
+    room = 0
+    for client, indices in samples.items():
+        start = 0
+        while start < len(indices):
+            if room == 0:
+                batches.append([])
+                room = size
+            piece = indices[start : start + room]
+            batches[-1].append((client, piece))
+            start = start + len(piece)
+            room = room - len(piece)
+    return batches
+
+
+def together(read: list[Counted]) -> list[Counted]:
+    """Join batches if all their leaves are tensors with one row per sample; else leave them."""
+    flat = [tree_flatten(batch) for batch, _ in read]
+    first, spec = flat[0]
+    if len(read) == 1 or not first:
+        return read
+    for (leaves, own_spec), (_, number) in zip(flat, read, strict=True):
+        if own_spec != spec:
+            return read
+        for leaf, of_first in zip(leaves, first, strict=True):
+            if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != number:
+                return read
+            if leaf.shape[1:] != of_first.shape[1:] or leaf.dtype != of_first.dtype:
+                return read
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    whole = [torch.cat(column) for column in columns]
+    return [(tree_unflatten(whole, spec), sum(number for _, number in read))]
+
+
+def copies(batches: list[Counted]) -> list[Counted]:
+    return [(tree_map(_copied, batch), number) for batch, number in batches]
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -33,8 +33,7 @@ class OwnMetrics(dict[str, Tensor]):
 
 
 class ClientEvaluation:
-    """Evaluates clients' own samples on one copy of the learner, which is made when it is first
-    needed.
+    """Evaluates clients' own samples on one copy of the learner, made when it is first needed.
 
     Args:
         learner: learner whose steps measure; ``data``: a federated data module.
@@ -51,14 +50,9 @@ class ClientEvaluation:
         self._round: Round | None = None
 
     def __call__(self, group: ClientGroup, x: Tensor, what: str) -> dict[str, Tensor]:
-        """Return the columns of :meth:`Clients.evaluate`."""
-        if what not in ("train", "test"):
-            raise ValueError(
-                f"clients.evaluate: what={what!r} is not known; it is 'train' or 'test'"
-            )
         data = self._data
         learner = self._learner
-        indices = data.client_indices if what == "train" else data.client_test_indices
+        indices = {"train": data.client_indices, "test": data.client_test_indices}[what]
         validates = overrides(learner, "validation_step")
         step = "validation_step" if validates else "training_step"
         rows: list[dict[str, float]] = []
@@ -84,9 +78,7 @@ class ClientEvaluation:
         return OwnMetrics(columns, empty)
 
     def _of_round(self, round: Round) -> Evaluator:
-        """Return the evaluator with the round's buffers, and with changes by the learner's
-        hooks.
-        """
+        """Evaluator with the round's buffers, and with changes by the learner's hooks."""
         learner = self._learner
         if self._evaluator is None:
             with _shims_put_aside(learner):

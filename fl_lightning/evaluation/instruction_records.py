@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ ALPACA_INPUT = (
     "context. Write a response that appropriately completes the request.\n\n### Instruction:\n"
     "{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
+FIELD = re.compile(r"\{(instruction|input)\}")
 OUTPUT = ("output", "response", "answer")
 INPUT = ("input", "context")
 
@@ -30,17 +32,7 @@ def read_records(path: Path, wanted_by: str) -> list[dict[str, Any]]:
         UserError: the file does not exist, or holds something else than records.
     """
     expected = "one JSON object per line, or one JSON list of objects"
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(
-            f"{wanted_by}'s file is expected in {str(path)!r}, which is not there. Give the right "
-            "path."
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{wanted_by}'s file {str(path)!r} cannot be read as UTF-8 text ({error})."
-        ) from None
+    text = path.read_text(encoding="utf-8-sig")
     lines = [text] if text.lstrip().startswith("[") else text.split("\n")
     records: list[Any] = []
     for number, line in enumerate(lines, 1):
@@ -58,12 +50,36 @@ def read_records(path: Path, wanted_by: str) -> list[dict[str, Any]]:
 
 
 def check_template(wanted_by: str, template: str) -> None:
-    """Refuse a template without a place for the instruction."""
-    if template != "alpaca" and "{instruction}" not in template:
+    if template != "alpaca" and not FIELD.search(template):
         raise UserError(
-            f"{wanted_by}'s template is {template!r}: it needs {{instruction}}, and may have "
-            "{input}; or 'alpaca'."
+            f"{wanted_by}'s template is {template!r}: it needs {{instruction}} or {{input}}, or "
+            "both; or 'alpaca'."
         )
+
+
+def check_messages(messages: Any, place: str) -> None:
+    """Refuse messages that are not a list of ``{role, content}``."""
+    fits = isinstance(messages, list) and all(
+        isinstance(each, dict)
+        and isinstance(each.get("role"), str)
+        and isinstance(each.get("content"), str)
+        for each in messages
+    )
+    if not fits or not messages:
+        raise UserError(f"{place} has messages that are not a list of {{role, content}}.")
+
+
+def question_of(record: Mapping[str, Any], template: str, encoder: Any) -> tuple[list[int], str]:
+    """Return the tokens that ask for a record's answer, and the answer.
+
+    Args:
+        encoder: the data module's tokenizer.
+    """
+    messages = record.get("messages")
+    if messages is None:
+        prompt, answer = prompt_of(record, template, "")
+        return [*encoder.start, *encoder.whole(prompt).tolist()], answer
+    return encoder.chat(messages[:-1], asks=True), str(messages[-1]["content"])
 
 
 def prompt_of(record: Mapping[str, Any], template: str, place: str) -> tuple[str, str]:
@@ -89,9 +105,8 @@ def prompt_of(record: Mapping[str, Any], template: str, place: str) -> tuple[str
     if template == "alpaca":
         template = ALPACA_INPUT if given else ALPACA
     # str.format would fail, because texts may contain braces.
-    before, _, after = template.partition("{instruction}")
-    before, after = before.replace("{input}", given), after.replace("{input}", given)
-    return f"{before}{instruction}{after}", str(output)
+    fields = {"instruction": str(instruction), "input": given}
+    return FIELD.sub(lambda found: fields[found[1]], template), str(output)
 
 
 def _only(texts: Mapping[str, Any], place: str) -> Any:

@@ -41,7 +41,6 @@ class LanguageMeasurement(Measurement):
         raise NotImplementedError  # abstract: each logger decides which rows it accepts
 
     def place(self, number: int) -> str:
-        """Return the place of a row, for messages."""
         return f"{type(self).__name__}: {str(self.path)!r}, record {number + 1},"
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -74,9 +73,7 @@ class LanguageMeasurement(Measurement):
 
 @contextmanager
 def as_measured(module: Any) -> Iterator[Any]:
-    """Within this context the learner has the weights that Lightning validates, in evaluation
-    mode; afterwards it is unchanged.
-    """
+    """Within this context the learner has the validated weights, in evaluation mode."""
     learner = module.learner
     training = [part for part, mode in modes(learner) if mode]
     vector = module.global_vector.detach()

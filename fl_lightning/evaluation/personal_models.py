@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fl_lightning.aggregation.update_accumulator import AT_SITES, FINISHED
 from fl_lightning.callback_list import CallbackList, checked_rows
-from fl_lightning.checkpoint import federated_part, held_in
+from fl_lightning.checkpoint import federated_part
 from fl_lightning.client.client_trainer import ClientTrainer
 from fl_lightning.client.local_step import LocalTraining
 from fl_lightning.engines.engine_context import LearnerCopies, engine_context_of, in_full_precision
@@ -31,6 +31,7 @@ from fl_lightning.sampling import generator
 from fl_lightning.schedules import decay_factor
 from fl_lightning.storage.client_rows import ClientRows
 from fl_lightning.storage.client_store import ClientStore
+from fl_lightning.storage.rows_on_disk import KEY
 
 PersonalModel = tuple[Tensor, Mapping[str, Tensor]]  # weights (D,), and buffers by name
 
@@ -48,8 +49,7 @@ class SampleCounts(dict[int, int]):
 
 @dataclass(frozen=True)
 class PersonalModels:
-    """The clients' personal models: the result of ``personal``, else the evaluated model with kept
-    parts.
+    """The clients' personal models: those of ``personal``, else the evaluated one and kept parts.
 
     Args:
         round: the facts of the last committed round; w, the evaluated model and buffers are those
@@ -146,10 +146,7 @@ def of_checkpoint(
     owned = {name.removeprefix(BUFFER) for name in rows.store.names() if name.startswith(BUFFER)}
     round = Round(
         t=max(state.rounds - 1, 0),
-        ids=[],
-        steps={},
         sizes=SampleCounts(data),
-        weights={},
         num_clients=int(data.num_clients),
         w=w,
         w0=state.initial_vector,
@@ -174,15 +171,12 @@ def of_checkpoint(
 def split_by_run(data: Any, checkpoint: dict[str, Any]) -> None:
     """Give a run's data module, which no Trainer has, the seed by which the run split the data."""
     if getattr(data, "seed", None) is None:
-        data.seed = held_in(checkpoint, "seed").get("seed")
+        data.seed = checkpoint.get(KEY, {}).get("seed")
 
 
 def check_partition(data: Any, checkpoint: dict[str, Any], what: str) -> None:
-    """Refuse data that are split in another way than in the run of the checkpoint.
-
-    ``what``: the beginning of the message.
-    """
-    partition = held_in(checkpoint, "partition").get("partition")
+    """Refuse data split in another way than the checkpoint's; ``what`` begins the message."""
+    partition = checkpoint.get(KEY, {}).get("partition")
     if partition and partition != data.partition_hash:
         raise UserError(
             f"{what}: the data give partition {data.partition_hash}, the run had {partition}. Are "
@@ -191,13 +185,11 @@ def check_partition(data: Any, checkpoint: dict[str, Any], what: str) -> None:
 
 
 def check_client(client: int, m: int) -> None:
-    """Refuse a number that is not a client's."""
     if not 0 <= client < m:
         raise UserError(f"client {client}: there are {m} clients, numbered from 0 to {m - 1}.")
 
 
 def of_client(run: Any, client: int, trainer: Any) -> PersonalModel:
-    """Return one client's personal model, the same in every process of a FederatedRun."""
     models = of_run(run, trainer)
     check_client(client, models.round.num_clients)
     # The process that stores the client's rows has its model, and sends it to all other processes.
@@ -207,33 +199,15 @@ def of_client(run: Any, client: int, trainer: Any) -> PersonalModel:
     return model
 
 
-class Elsewhere(Protocol):
-    """A callback that measures clients whose samples are not in a process of the run."""
+def elsewhere(trainer: Any) -> Any:
+    """Return the callback that measures clients of other processes; None: all are in this run.
 
-    measures_clients: bool
-
-    def one_client(self, module: Any) -> dict[str, float] | None:
-        """Return values of one client at the present model; None: no client can be measured yet.
-
-        Raises:
-            UserError: no client has test samples.
-        """
-
-    def measured(
-        self, module: Any, ids: Sequence[int], finetune_epochs: float
-    ) -> tuple[dict[int, dict[str, dict[str, float]]], dict[int, int]]:
-        """As :func:`measured`, with each client's number of test samples; some clients may be
-        left out.
-        """
-
-
-def elsewhere(trainer: Any) -> Elsewhere | None:
-    """Return the callback that measures clients elsewhere; None: their samples are in this run."""
-    for callback in trainer.callbacks:
-        if getattr(callback, "measures_clients", False):
-            measuring: Elsewhere = callback
-            return measuring
-    return None
+    ``one_client(module)`` returns one client's values at the present model, or None.
+    ``measured(module, ids, finetune_epochs)`` is as :func:`measured`, with each client's number of
+    test samples.
+    """
+    found = (c for c in trainer.callbacks if getattr(c, "measures_clients", False))
+    return next(found, None)
 
 
 def measured(
@@ -311,9 +285,6 @@ class FineTuning:
     def __call__(
         self, round: Round, client: int, weights: Tensor, buffers: Mapping[str, Tensor]
     ) -> PersonalModel:
-        """Return the client's model after ``epochs`` more, from ``weights`` ``(D,)`` and
-        ``buffers``.
-        """
         steps = self.cohort.steps_of(client, self.epochs)
         factor = decay_factor(self.settings.lr_decay, round.t)
         own_round = replace(

@@ -17,7 +17,7 @@ from torchmetrics import Metric, MetricCollection
 
 from fl_lightning.aggregation.metric_states import number_of, uncomputed
 from fl_lightning.client.flat_learner import Convert
-from fl_lightning.client.step_logs import START, reduce_into, reduction
+from fl_lightning.client.step_logs import START, items_of, reduce_into, reduction
 from fl_lightning.evaluation.absent_classes import leave_out_absent_classes
 from fl_lightning.learner.modules import (
     called_with,
@@ -35,7 +35,6 @@ Batches = Iterable[tuple[Any, int]]  # each batch with its number of samples
 
 
 def hooks_of(learner: object) -> frozenset[str]:
-    """Return the validation hooks that a learner overrides."""
     return frozenset(name for name in (*BEFORE, *OF_BATCHES, *AFTER) if overrides(learner, name))
 
 
@@ -44,8 +43,7 @@ class ValidationEpoch:
 
     Args:
         learner: a copy whose parameters and buffers are set. The ``log`` and ``log_dict`` of this
-            copy are replaced permanently. Its ranking metrics (AUROC, average precision) leave out
-            classes that the samples lack.
+            copy are replaced permanently.
         context: context manager around each call of the learner.
         convert: ``(learner, batch) -> batch``; None: batches stay as they are.
         seed: called with the number of each batch before the batch.
@@ -70,7 +68,6 @@ class ValidationEpoch:
         leave_out_absent_classes(learner.modules())
 
     def begin(self) -> None:
-        """Call the hooks before the first batch."""
         self.seed(0)
         for name in BEFORE:
             self._call(name)
@@ -147,7 +144,6 @@ class EpochLogs:
         batch_size: int | None = None,
         **flags: Any,
     ) -> None:
-        """As ``LightningModule.log``."""
         check_loggable(self._name, name, value)
         self._told.note(name, value, prog_bar)
         key = self.hook, name
@@ -167,15 +163,11 @@ class EpochLogs:
 
     def log_dict(self, dictionary: Any, *arguments: Any, **flags: Any) -> None:
         """As ``LightningModule.log_dict``."""
-        collection = isinstance(dictionary, MetricCollection)
-        items = dictionary.items(keep_base=False) if collection else dictionary.items()
-        for name, value in items:
+        for name, value in items_of(dictionary):
             self.log(name, value, *arguments, **flags)
 
     def take(self) -> dict[str, float]:
-        """Return the values by name, and forget them; if several hooks log a name, the last
-        one's value counts.
-        """
+        """Return and forget the values by name; of several hooks' values the last counts."""
         # In a collection, metrics with equal states share those of the first. Asking for all
         # metrics makes the others refer to these states.
         for collection in self._collections:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -46,14 +48,14 @@ class Given(Checked):
 
 def _each(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the values that a config can hold, and the names of the others."""
-    known: dict[str, Any] = {}
+    texts: dict[str, Any] = {}
     unknown: list[str] = []
     for name, value in values.items():
         try:
-            known[name] = described(value)
+            texts[name] = described(value)
         except (NotKnown, RecursionError):  # a list may contain itself
             unknown.append(name)
-    return known, unknown
+    return texts, unknown
 
 
 def described(value: Any) -> Any:
@@ -107,6 +109,18 @@ def described_object(value: Any) -> tuple[dict[str, Any], list[str]]:
     if noted is not None:
         known, unknown = noted
         return {**config, "init_args": known}, unknown
+    kept, lacking = stored(value)
+    known, unknown = _each(kept)
+    return {**config, "init_args": known}, [*unknown, *lacking]
+
+
+def stored(value: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the arguments of an object's class that it has as hyper-parameters or attributes of
+    the same name, and the names of the others.
+
+    Raises:
+        NotKnown: Python does not know the class's arguments.
+    """
     kept: dict[str, Any] = {}
     lacking: list[str] = []
     hyper_parameters = getattr(value, "hparams", None)
@@ -115,23 +129,100 @@ def described_object(value: Any) -> tuple[dict[str, Any], list[str]]:
         parameters = inspect.signature(type(value)).parameters
     except (TypeError, ValueError):  # for example a tensor's class, which is written in C
         raise NotKnown from None
+    own = {**getattr(value, "_modules", {}), **getattr(value, "__dict__", {}), **saved}
     for name, parameter in parameters.items():
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
-        if name in saved:
-            kept[name] = saved[name]
-            continue
         # If an argument has the name of a method, it is stored with an underscore appended.
-        found = [own for own in (name, f"{name}_") if own in getattr(value, "__dict__", {})]
-        module = getattr(value, "_modules", {}).get(name)
+        found = [each for each in (name, f"{name}_") if each in own]
         if found:
-            kept[name] = getattr(value, found[0])
-        elif module is not None:
-            kept[name] = module
+            kept[name] = own[found[0]]
         else:
             lacking.append(name)
-    known, unknown = _each(kept)
-    return {**config, "init_args": known}, [*unknown, *lacking]
+    return kept, lacking
+
+
+def settings_of(place: str, value: Any) -> dict[str, str]:
+    """Return a described object, or arguments by name, as texts by their place in a config.
+
+    Runs are compared by these texts. What has no form in a config is left out, and a long text is a
+    checksum.
+
+    >>> settings_of("data", {"class_path": "x.Y", "init_args": {"b": [1]}, "c": object()})
+    {'data': 'x.Y', 'data.b': '[1]'}
+    """
+    texts = {}
+    for name, each in flat(place, value, _whole_path).items():
+        text = each if isinstance(each, str) else repr(each)
+        if len(text) > 200:
+            text = f"{text[:20]}… {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        texts[name] = text
+    return texts
+
+
+def flat(place: str, value: Any, called: Callable[[str], str] = str) -> dict[str, Any]:
+    """Return single values by their place, of an object, of its description or of a config.
+
+    An object is its class and its known arguments. A list of objects also has a place for each.
+    What has no form in a config is left out.
+
+    Args:
+        called: gives the text of a class from its path.
+
+    >>> flat("", {"a": {"class_path": "x.Y", "init_args": {"b": 1}}, "c": [{"class_path": "Z"}]})
+    {'a': 'x.Y', 'a.b': 1, 'c': ['Z'], 'c.Z': 'Z'}
+    """
+    if isinstance(value, Mapping) and "class_path" in value:
+        own = {**(value.get("init_args") or {}), **(value.get("dict_kwargs") or {})}
+        return {place: called(str(value["class_path"])), **_each_flat(place, own, called)}
+    if isinstance(value, Mapping) and value:
+        return _each_flat(place, value, called)
+    if isinstance(value, list | tuple) and any(_is_object(item) for item in value):
+        items = {}
+        for k, item in enumerate(value):
+            name = str(item["class_path"]).rpartition(".")[2] if _is_object(item) else str(k)
+            items[f"{name} {k}" if name in items else name] = item
+        return {place: list(items), **_each_flat(place, items, called)}
+    try:
+        config = described(value)
+    except (NotKnown, RecursionError):
+        return _partly(place, value, called)
+    return flat(place, config, called) if _is_object(config) else {place: config}
+
+
+def _each_flat(
+    place: str, values: Mapping[str, Any], called: Callable[[str], str]
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flat(f"{place}.{name}" if place else str(name), value, called)
+    return found
+
+
+def _partly(place: str, value: Any, called: Callable[[str], str]) -> dict[str, Any]:
+    """Return the class of a module or a data module of which not all arguments are known, and the
+    known ones.
+
+    Nothing is returned of other objects: they are data.
+    """
+    if not hasattr(value, "forward") and not hasattr(value, "train_dataloader"):
+        return {}
+    kind = type(value)
+    made_with = getattr(value, "_made_with", None)
+    own = stored(value)[0] if made_with is None else made_with[0]
+    path = f"{kind.__module__}.{kind.__qualname__}"
+    return {place: called(path), **_each_flat(place, own, called)}
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, Mapping) and "class_path" in value
+
+
+def _whole_path(path: str) -> str:
+    """Return the place where a class is defined, if its module has been imported."""
+    module, _, name = str(path).rpartition(".")
+    cls = getattr(sys.modules.get(module), name, None)
+    return path if cls is None else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def made(config: Any) -> Any:

@@ -60,8 +60,7 @@ class Adapter:
         return a.view(self.rank, -1), b.view(-1, self.rank)
 
     def addition(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Return factors of the addition to the stored weight if left @ right takes the place of B
-        A.
+        """Return factors of what is added to the stored weight if left @ right replaces B A.
 
         The addition is scale * left @ right, transposed if the weight is.
         """
@@ -71,14 +70,12 @@ class Adapter:
 
     @property
     def size(self) -> int:
-        """Return the numbers per rank: in + out."""
         a, b = self.places
         return int(a.stop - a.start + b.stop - b.start) // self.rank
 
 
 def factors_of(learner: nn.Module) -> Iterator[tuple[str, str, str, str]]:
-    """Yield all adapters: the path of the module that owns both factors, the adapter's own name in
-    it, and the names of A and B.
+    """Yield each adapter's module path, its own name there, and the names of A and B.
 
     peft's layers own ``lora_A`` and ``lora_B``, and so may modules of your own: parameters, modules
     with a weight, or containers of either by the adapters' names.
@@ -130,7 +127,6 @@ def _with_biases(
 
 
 def _names_in(layout: Mapping[str, Any], learner: nn.Module) -> dict[str, str]:
-    """Return the layout's name of each trainable parameter by all its names in the learner."""
     every = list(learner.named_parameters(remove_duplicate=False))
     first = {id(parameter): name for name, parameter in every if name in layout}
     names = {name: first.get(id(parameter), "") for name, parameter in every}
@@ -239,9 +235,7 @@ def scale_in(holder: nn.Module, adapter: str) -> float:
 
 
 def users_of_parameters(learner: nn.Module) -> dict[int, list[str]]:
-    """Return the paths of the modules that hold each parameter as their own, by the parameter's
-    id.
-    """
+    """Paths of the modules that hold each parameter as their own, by the parameter's id."""
     users: dict[int, list[str]] = {}
     for path, module in learner.named_modules():
         for parameter in module._parameters.values():
@@ -262,7 +256,6 @@ def check_products(layout: Any, asking: str) -> None:
 
 
 def no_product(why: str, asking: str) -> UserError:
-    """Return the error if an adapter adds something other than its scaled product."""
     return UserError(
         f"method: {asking} computes with B·A of each adapter, and {why}. Use LoRA on linear "
         "layers without such options, or a method that averages A and B separately, such as "

@@ -110,14 +110,11 @@ class Attributes(Contents):
             self._note_class(kind)
 
     def changed(self, later: Attributes) -> list[str]:
-        """Return the names of the attributes that differ in ``later``, or that only one of the
-        two has.
-        """
+        """Names of the attributes that differ in ``later``, or that only one of the two has."""
         names = dict.fromkeys([*self.found, *later.found])
         return [name for name in names if self.found.get(name) != later.found.get(name)]
 
     def changed_by_learner(self, learner: nn.Module) -> list[str]:
-        """Return the names of its modules' attributes that its own code has changed since."""
         modules = dict(learner.named_modules())
         found = []
         for full in self.changed(Attributes(learner)):
@@ -195,7 +192,6 @@ class Writer(pickle.Pickler):
 
 
 def of_framework(module: nn.Module, name: str) -> bool:
-    """Return whether Lightning or PyTorch keeps this attribute in its modules."""
     return name in OF_MODULES or (name.startswith("_") and of_library(type(module)))
 
 
@@ -239,10 +235,7 @@ def own_attributes(each: object) -> dict[str, Any]:
 def facts_of(
     objects: Iterable[object], contents: Contents, before: dict[str, Facts]
 ) -> dict[str, Facts]:
-    """Facts that differ if an attribute of an object was replaced, grew or changed.
-
-    ``before``: the earlier facts.
-    """
+    """Facts that differ from ``before`` if an attribute was replaced, grew or changed."""
     facts = {}
     for each in objects:
         for name, value in own_attributes(each).items():

@@ -1,6 +1,4 @@
-"""How a learner's buffers are combined: statistics by their mean, counters by their maximum;
-memory stays.
-"""
+"""How buffers are combined: statistics by mean, counters by maximum; memory stays."""
 
 from __future__ import annotations
 
@@ -12,11 +10,10 @@ from typing import Literal
 from torch import Tensor, nn
 
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.learner.layout import is_norm
 from fl_lightning.learner.modules import lightning_base
 
 BufferWord = Literal["average", "keep", "own"]
-# The end of its class name identifies a normalisation layer, torch's and users' alike.
-NORM = re.compile(r"norm(base|\dd)?$", re.IGNORECASE)
 STATISTIC = re.compile(r"^(running|moving)_(mean|var|variance|std)$")
 COUNTER = {"count", "counts", "counter", "num", "n", "number", "step", "steps", "passes", "batches"}
 COUNTER |= {"tracked", "updates", "iter", "iters", "iterations", "epochs", "calls"}
@@ -44,14 +41,13 @@ class BufferPolicy:
         slots, _ = buffer_slots(learner)
         self.of_norms: set[str] = set()
         for name, places in slots.items():
-            if any(is_norm(module) for module, _ in places):
+            if any(normalises(module) for module, _ in places):
                 self.of_norms.add(name)
         self._told = set[str]()
         frozen = [name for name, p in learner.named_parameters() if not p.requires_grad]
         self._check([*slots, *frozen] if slots else [])
 
     def _check(self, names: list[str]) -> None:
-        """Refuse a pattern that matches none of these names."""
         # A learner without buffers accepts any patterns, so that one config serves several
         # networks.
         if isinstance(self.given, str) or not names:
@@ -64,7 +60,6 @@ class BufferPolicy:
                 )
 
     def word(self, name: str) -> str:
-        """Return the user's word for a buffer; empty if the buffer's name decides."""
         if isinstance(self.given, str):
             return "" if self.given == "average" else self.given
         for pattern, word in self.given.items():
@@ -78,9 +73,7 @@ class BufferPolicy:
         return word == "average" or (word != "keep" and self.known(name, value))
 
     def known(self, name: str, value: Tensor) -> bool:
-        """Return whether it is a normalisation layer's statistic, a counting integer, or a
-        weight.
-        """
+        """Whether it is a normalisation layer's statistic, a counting integer, or a weight."""
         leaf = name.rpartition(".")[2]
         if name in self.of_norms:
             return True
@@ -89,7 +82,6 @@ class BufferPolicy:
         return value.numel() == 1 and bool(COUNTER & set(leaf.lower().split("_")))
 
     def own(self, names: Iterable[str]) -> frozenset[str]:
-        """Return the buffers that each client keeps as its own."""
         return frozenset(name for name in names if self.word(name) == "own")
 
     def untold(self, name: str, value: Tensor) -> bool:
@@ -114,8 +106,7 @@ class BufferPolicy:
         )
 
 
-def is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a normalisation layer, by its class or a base class."""
+def normalises(module: nn.Module) -> bool:
     # A whole learner is not a normalisation layer, whatever its name is.
     if lightning_base(module) is not None:
         return False
@@ -123,7 +114,7 @@ def is_norm(module: nn.Module) -> bool:
     for hook in module._forward_pre_hooks.values():
         if type(hook).__name__ == "SpectralNorm":
             return True
-    return any(NORM.search(kind.__name__) for kind in type(module).__mro__)
+    return is_norm(module)
 
 
 def buffer_slots(
@@ -143,9 +134,7 @@ def buffer_slots(
 
 
 def buffer_values(learner: nn.Module, as_buffers: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return copies of a learner's buffers by name, and of the parameters counted
-    ``as_buffers``.
-    """
+    """Copies of a learner's buffers by name, and of the parameters counted ``as_buffers``."""
     values = {n: b.detach().clone() for n, b in learner.named_buffers() if b is not None}
     named = learner.named_parameters() if as_buffers else ()
     return values | {n: p.detach().clone() for n, p in named if n in as_buffers}

@@ -5,37 +5,21 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 from torchmetrics import Metric
 
 from fl_lightning.learner.modules import SHIMS, TRANSFER, lightning_modules, overrides
+from fl_lightning.learner.parameters import load_state
 from fl_lightning.machine.lightning import extract_batch_size, pl
 from fl_lightning.metrics import Logged
 
+_AROUND = ("epoch_start", "epoch_end", "batch_start", "batch_end", "model_eval")
 HOOKS = [
-    "on_fit_end",
-    "on_train_epoch_end",
-    "on_validation_epoch_start",
-    "on_validation_epoch_end",
-    "on_validation_batch_start",
-    "on_validation_batch_end",
-    "on_validation_model_zero_grad",
-    "on_validation_model_eval",
-    "on_test_start",
-    "on_test_end",
-    "on_test_epoch_start",
-    "on_test_epoch_end",
-    "on_test_batch_start",
-    "on_test_batch_end",
-    "on_test_model_eval",
-    "on_predict_start",
-    "on_predict_end",
-    "on_predict_epoch_start",
-    "on_predict_epoch_end",
-    "on_predict_batch_start",
-    "on_predict_batch_end",
-    "on_predict_model_eval",
+    *("on_fit_end", "on_train_epoch_end", "on_validation_model_zero_grad"),
+    *map("on_{0[0]}_{0[1]}".format, product(("test", "predict"), ("start", "end"))),
+    *map("on_{0[0]}_{0[1]}".format, product(("validation", "test", "predict"), _AROUND)),
 ]
 # Lightning behaves differently if a module overrides one of these hooks, so forward a hook only if
 # the learner overrides it.
@@ -50,9 +34,7 @@ STEPS = ("validation_step", "test_step", "predict_step")
 
 
 class LearnerHooks(pl.LightningModule):
-    """Base class of FederatedModule, which forwards :data:`HOOKS` and :data:`STEPS` to the
-    learner.
-    """
+    """Base class of FederatedModule, which forwards :data:`HOOKS` and :data:`STEPS`."""
 
     learner: Any
     logged: Logged  # records the metrics that the learner logs
@@ -72,17 +54,14 @@ class LearnerHooks(pl.LightningModule):
 
     @property
     def hparams(self) -> Any:
-        """Return the learner's hyper-parameters, as callbacks and loggers expect."""
         return self.learner.hparams
 
     @property
     def hparams_initial(self) -> Any:
-        """Return the hyper-parameters with which the learner was made."""
         return self.learner.hparams_initial
 
     @property
     def example_input_array(self) -> Any:
-        """Return the learner's example, from which the summary and the logged graph are made."""
         return self.learner.example_input_array
 
     @example_input_array.setter
@@ -93,7 +72,6 @@ class LearnerHooks(pl.LightningModule):
         return self.learner(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the learner's own state dict, under its own names."""
         return self.learner.state_dict(*args, **kwargs)
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -112,13 +90,10 @@ class LearnerHooks(pl.LightningModule):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         strict = strict and self.learner.strict_loading
-        return self.learner.load_state_dict(state_dict, strict=strict)
+        return load_state(self.learner, state_dict, strict, "ckpt_path")
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Load as a part of another module, whose state also has the learner's own names.
-
-        WeightAveraging's averaged model is such a module.
-        """
+        """Load within another module, as WeightAveraging's model, by the learner's names."""
         for name in [name for name in state_dict if name.startswith(prefix)]:
             state_dict[f"{prefix}learner.{name[len(prefix) :]}"] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -142,9 +117,7 @@ class LearnerHooks(pl.LightningModule):
         object.__setattr__(self, name, types.MethodType(function, self))
 
     def connect_learner(self) -> None:
-        """Give this run's trainer to the learner and to LightningModules in it, and collect
-        their logs.
-        """
+        """Give this run's trainer to the learner's LightningModules, and collect their logs."""
         world = self.trainer.world_size
 
         def over_processes(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +150,6 @@ class LearnerHooks(pl.LightningModule):
                 object.__setattr__(part, name, shim)
 
     def release_learner(self) -> None:
-        """Undo :meth:`connect_learner`."""
         for part in lightning_modules(self.learner):
             part._trainer = None
             for name in SHIMS:

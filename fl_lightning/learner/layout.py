@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ LAYERS = (
     nn.EmbeddingBag,
     nn.MultiheadAttention,
 )
+# The end of its class name identifies a normalisation layer, torch's and users' alike.
+NORM = re.compile(r"norm(base|\dd)?$", re.IGNORECASE)
 
 
 class Layout(dict[str, tuple[slice, torch.Size]]):
@@ -54,8 +57,7 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
         self.factors = trained_factors(learner, self)
 
     def named(self, which: str | Sequence[str], asking: str) -> list[str]:
-        """Return parameters by a pattern of names (``fnmatch``), by a group, or by several of
-        these.
+        """Return parameters by a pattern of names (``fnmatch``), a group, or several of these.
 
         Groups are ``"last"`` (the last layer), ``"norms"``, ``"all"``, and ``"lora_A"`` and
         ``"lora_B"``, the factors of all adapters.
@@ -63,15 +65,12 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
         Raises:
             UserError: there are none; ``asking`` is the option's name in the error.
         """
-        if not isinstance(which, str):
-            return self._of_each(which, asking)
+        if isinstance(which, list | tuple) and which:
+            return list(chain.from_iterable(self.named(pattern, asking) for pattern in which))
         groups = {"last": list(self.layers.values())[-1], "norms": self.norms, "all": list(self)}
         groups |= self.factors
-        if which in groups:
-            names = groups[which]
-        else:
-            names = [name for name in self if fnmatchcase(name, which)]
-        self._check_factors(which, names, asking)
+        which = str(which)
+        names = groups.get(which) or [name for name in self if fnmatchcase(name, which)]
         if names:
             return names
         reason = f"no parameter is called {which!r}"
@@ -86,37 +85,6 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
             f"{asking}: {reason}: there are {', '.join(self)[:200]}.{hint} 'last' (layer), "
             "'norms', 'all', 'lora_A' and 'lora_B' name groups."
         )
-
-    def _check_factors(self, which: str, names: Sequence[str], asking: str) -> None:
-        """Refuse a pattern such as ``"*lora_B*"`` if it names other parameters than the group.
-
-        Raises:
-            UserError: it names a parameter that makes the difference.
-        """
-        group = which.strip("*.")
-        if group == which or group not in self.factors:
-            return
-        factors = self.factors[group]
-        misses = [name for name in factors if name not in names]
-        more = [name for name in names if name not in factors]
-        if misses or more:
-            what = f"misses {misses[0]}" if misses else f"also names {more[0]}"
-            raise UserError(
-                f"{asking}: the pattern {which!r} {what}, so it does not name the factors "
-                f"{group[-1]} of the learner's adapters. Give the name of their group, {group!r}."
-            )
-
-    def _of_each(self, patterns: object, asking: str) -> list[str]:
-        given = patterns if isinstance(patterns, list | tuple) else ()
-        if not given or not all(isinstance(pattern, str) for pattern in given):
-            raise UserError(
-                f"{asking}: {patterns!r} names no parameter. Give a pattern such as 'head.*', a "
-                "list of patterns, or a group: 'last' (layer), 'norms' or 'all'."
-            )
-        names: list[str] = []
-        for pattern in given:
-            names += self.named(pattern, asking)
-        return names
 
     def mask(self, names: Sequence[str]) -> Tensor:
         """Return ``(D,)`` bool: the coordinates of these parameters."""
@@ -141,7 +109,6 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def fill(views: list[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy tensors into views of a flat vector."""
     dense = [t.to_dense() if t.is_sparse else t for t in tensors]
     if views[0].is_cuda:
         torch._foreach_copy_(views, dense)
@@ -152,7 +119,6 @@ def fill(views: list[Tensor], tensors: Sequence[Tensor]) -> None:
 
 
 def all_finite(v: Tensor) -> bool:
-    """Return whether no entry is infinite or NaN."""
     # If the sum is finite, which is quick to check, every entry is. The sum of finite numbers may
     # still overflow.
     return math.isfinite(v.sum()) or bool(torch.isfinite(v).all())
@@ -166,7 +132,6 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def tie(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
-    """Make the parameters share storage with views into a flat vector."""
     for parameter, view in zip(parameters, views, strict=True):
         parameter.data = view
 
@@ -219,10 +184,7 @@ def layers_of(learner: nn.Module) -> dict[str, list[str]]:
 
 
 def last_of(learner: nn.Module) -> str:
-    """Return the path of the last module with its own parameters that is not a normalisation layer.
-
-    A layer counts as one module.
-    """
+    """Path of the last module with its own parameters, not counting norms; a layer is one."""
     last = ""
     inside = "\0"
     for name, module in learner.named_modules():
@@ -237,16 +199,12 @@ def last_of(learner: nn.Module) -> str:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether it is one of torch's normalisation layers, or its class is called …Norm."""
-    is_torch_norm = isinstance(module, nn.modules.batchnorm._NormBase)
-    return is_torch_norm or re.search(r"Norm(\dd)?$", type(module).__name__) is not None
+    """Return whether it is a normalisation layer, torch's or the user's, by its class's name."""
+    return any(NORM.search(kind.__name__) for kind in type(module).__mro__)
 
 
 def norms_of(learner: nn.Module) -> list[str]:
-    """Return the names of the parameters of normalisation layers.
-
-    The layers that count are torch's own, and classes whose names end in Norm.
-    """
+    """Names of parameters of torch's normalisation layers, and of classes called …Norm."""
     names: list[str] = []
     for path, module in learner.named_modules():
         if is_norm(module):

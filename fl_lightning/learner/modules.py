@@ -50,8 +50,7 @@ def check_gradient_hooks(learner: nn.Module) -> None:
 
 
 def keeps_frozen(learner: nn.Module) -> bool:
-    """Return whether a learner declares that its steps write no frozen parameter: ``frozen_stay =
-    True``.
+    """Return whether a learner's steps write no frozen parameter: ``frozen_stay = True``.
 
     If it does, no copy of the learner needs its own frozen parameters.
     """
@@ -59,7 +58,6 @@ def keeps_frozen(learner: nn.Module) -> bool:
 
 
 def modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Return a module's parts, each with whether it is in training mode."""
     return [(part, part.training) for part in module.modules()]
 
 
@@ -83,9 +81,7 @@ def lent_logs(learner: nn.Module) -> dict[int, Any]:
 
 
 def lightning_base(learner: object) -> Any:
-    """Return ``LightningModule`` of the learner's namespace; None if the learner is another
-    module.
-    """
+    """``LightningModule`` of the learner's namespace; None if the learner is another module."""
     for kind in reversed(type(learner).__mro__):
         if kind.__name__ == "LightningModule":
             return kind
@@ -93,15 +89,11 @@ def lightning_base(learner: object) -> Any:
 
 
 def overrides(learner: object, hook: str) -> bool:
-    """Return whether the learner overrides a hook, in its class or on the instance."""
     of_base = getattr(lightning_base(learner), hook, None)
     return hook in vars(learner) or getattr(type(learner), hook, None) is not of_base
 
 
 def deep_copied(learner: nn.Module, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of a learner, without a profiler's objects; ``memo``: objects that are
-    not copied.
-    """
     copied = copy.deepcopy(learner, {**without_graphs(learner), **recorders(learner), **memo})
     drop_recorders(copied)
     # Tensors of a copied scripted module are computed from the original's, or require no gradient
@@ -114,8 +106,7 @@ def deep_copied(learner: nn.Module, memo: dict[int, Any]) -> Any:
 
 
 def recorders(learner: nn.Module) -> dict[int, Any]:
-    """Return the objects that ``Trainer(profiler="pytorch")`` attaches to modules to time them, by
-    id.
+    """Return by id the objects with which ``Trainer(profiler="pytorch")`` times modules.
 
     As a memo for ``copy.deepcopy`` this keeps them from being copied, because they hold the whole
     run.
@@ -144,10 +135,7 @@ def recorder_of(hook: Any) -> Any:
 
 
 def called_with(function: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:
-    """Return as many of a step's or hook's arguments as it takes.
-
-    If it requires one more, that is the number of its loader: 0.
-    """
+    """As many arguments as a step or hook takes; one more that it requires is its loader: 0."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return arguments
@@ -165,19 +153,12 @@ def check_loggable(learner: str, name: str, value: Any) -> None:
     """
     if isinstance(value, Metric | Number) or (isinstance(value, Tensor) and value.numel() == 1):
         return
+    given = type(value).__name__
     if isinstance(value, Tensor):
-        raise UserError(
-            f"learner {learner}: self.log({name!r}, …) got a tensor of shape "
-            f"{tuple(value.shape)}, and it logs one number. Reduce the tensor first: "
-            f"self.log({name!r}, value.mean())."
-        )
-    kind = type(value).__name__
-    way = f"self.log({name!r}, value)"
-    if isinstance(value, dict):
-        way = f"self.log_dict({{f'{name}/{{key}}': value for key, value in values.items()}})"
+        given = f"tensor of shape {tuple(value.shape)}"
     raise UserError(
-        f"learner {learner}: self.log({name!r}, …) got a {kind}, and it logs one number: a number, "
-        f"a tensor with one element or a metric of torchmetrics. Log each number: {way}."
+        f"learner {learner}: self.log({name!r}, …) got a {given}, and it logs one number: a "
+        "number, a tensor with one element or a metric of torchmetrics. Log its mean, or each one."
     )
 
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import trainable
+from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 
 Slots = list[tuple[str, nn.Module, dict[str, nn.Parameter | None], dict[str, nn.Module | None]]]
 
@@ -21,25 +24,10 @@ def check_learner_parameters(learner: nn.Module) -> None:
     """Refuse parameters that cannot be part of one flat vector.
 
     Raises:
-        UserError: there are lazy or complex parameters, several dtypes, less than float32, nothing
+        UserError: there are complex parameters, several dtypes, less than float32, nothing
             to train, or two parameters in the same memory.
     """
-    for name, parameter in learner.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise UserError(
-                f"learner {type(learner).__name__} has lazy parameters ({name}, …), whose shape "
-                "is not known yet. Run one batch through it first, or build it with the sizes "
-                "written out (Linear, not LazyLinear)."
-            )
-    for name, parameter in trainable(learner):
-        if parameter.is_complex():
-            raise UserError(
-                f"learner {type(learner).__name__}: the trainable parameter {name} is "
-                f"{str(parameter.dtype).removeprefix('torch.')}, and a federated run needs real "
-                "numbers. Keep its real and imaginary parts as one real Parameter, "
-                "nn.Parameter(torch.view_as_real(value)), and use torch.view_as_complex(parameter) "
-                "in forward."
-            )
+    check_precision(learner)
     dtypes = {p.dtype for _, p in trainable(learner)}
     if len(dtypes) > 1:
         named = ", ".join(sorted(str(d) for d in dtypes))
@@ -54,7 +42,6 @@ def check_learner_parameters(learner: nn.Module) -> None:
             "Leave requires_grad on for at least one, and create them in __init__, setup or "
             "configure_model."
         )
-    check_precision(learner)
     for one, other in sharing(learner):
         raise UserError(
             f"learner {type(learner).__name__}: {one} and {other} are two tensors over the same "
@@ -65,7 +52,7 @@ def check_learner_parameters(learner: nn.Module) -> None:
 
 
 def check_precision(learner: nn.Module) -> None:
-    """Refuse trainable parameters of less than float32, because their sums would lose small steps.
+    """Refuse trainable parameters of less than float32, which lose small steps, and complex ones.
 
     Frozen parameters may have any dtype.
 
@@ -73,56 +60,30 @@ def check_precision(learner: nn.Module) -> None:
         UserError: it names the first of them.
     """
     for name, parameter in trainable(learner):
-        if torch.promote_types(parameter.dtype, torch.float32) != parameter.dtype:
+        wide = torch.promote_types(parameter.dtype, torch.float32) == parameter.dtype
+        if parameter.is_complex() or not wide:
             kind = str(parameter.dtype).removeprefix("torch.")
             raise UserError(
                 f"learner {type(learner).__name__}: the trainable parameter {name} is {kind}, and "
                 "the server's model, sums and states would be too, which loses small steps. Make "
-                "it float32 (learner.float(), or parameter.data = parameter.data.float() for the "
-                "trainable ones); for a forward pass in bfloat16 use Trainer(precision="
-                "'bf16-mixed'). Frozen parameters may have any dtype."
+                "it float32 (learner.float(), or parameter.data = parameter.data.float(); a "
+                "complex one torch.view_as_real(value), with view_as_complex in forward); for a "
+                "forward pass in bfloat16 use Trainer(precision='bf16-mixed'). Frozen parameters "
+                "may have any dtype."
             )
 
 
 def sharing(learner: nn.Module) -> Iterator[tuple[str, str]]:
-    """Return the names of two tensors in the same memory, of which one is a trainable parameter."""
-    spans = []
+    """Names of two tensors that begin at one place, one of them a trainable parameter."""
+    first: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in [*learner.named_parameters(), *learner.named_buffers()]:
         if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
-            start = tensor.data_ptr()
-            spans.append((start, start + extent(tensor) * tensor.element_size(), name, tensor))
-    # Sorted by first byte: a tensor can overlap only with those that begin before it ends.
-    spans.sort(key=lambda span: span[:3])
-    for j, (_, end, name, tensor) in enumerate(spans):
-        for start, _, other, beside in spans[j + 1 :]:
-            if start >= end:
-                break
-            if (tensor.requires_grad or beside.requires_grad) and overlap(tensor, beside):
-                yield name, other
-
-
-def extent(tensor: Tensor) -> int:
-    """Return the number of elements of memory from a tensor's first to its last."""
-    dimensions = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in dimensions)
-
-
-def overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors whose extents meet have an element in common."""
-    same_storage = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    if not same_storage or one.dtype != other.dtype:
-        return True
-    # Two columns of a matrix have overlapping byte ranges but share no element. So mark one
-    # tensor's elements, and look for the marks in the other.
-    first = min(one.storage_offset(), other.storage_offset())
-    last = max(t.storage_offset() + extent(t) for t in (one, other))
-    marks = torch.zeros(last - first, dtype=torch.bool)
-    marks.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
-    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())
+            other, beside = first.setdefault(tensor.data_ptr(), (name, tensor))
+            if other != name and (tensor.requires_grad or beside.requires_grad):
+                yield other, name
 
 
 def slots_of_parameters(learner: nn.Module) -> Slots:
-    """Return the Parameters and modules that each module has, by name."""
     return [
         (path, part, dict(part._parameters), dict(part._modules))
         for path, part in learner.named_modules()
@@ -130,8 +91,7 @@ def slots_of_parameters(learner: nn.Module) -> Slots:
 
 
 def check_same_parameters(learner: nn.Module, slots: Slots) -> None:
-    """Refuse a learner whose Parameters differ from those at the run's start, or with a new module
-    of them.
+    """Refuse a learner with other Parameters than at the run's start, or with new ones.
 
     Raises:
         UserError: it gives the parameter's name.
@@ -164,3 +124,35 @@ def replaced(learner: nn.Module, name: str) -> UserError:
         "averages. Change it in place (….data.copy_(…)), or make it in __init__, setup or "
         "configure_model."
     )
+
+
+def load_state(learner: Any, weights: Any, strict: bool, given: str) -> Any:
+    """Load weights into the learner.
+
+    Args:
+        given: the option that names their file, for the message.
+
+    Raises:
+        UserError: they are those of another model; torch's message says in what they differ.
+    """
+    try:
+        return learner.load_state_dict(weights, strict=strict)
+    except (RuntimeError, TypeError) as error:
+        raise UserError(
+            f"{given}: the checkpoint is of another model than {type(learner).__name__}: "
+            f"{' '.join(str(error).split())[:400]}. Use the learner (class and sizes) that the "
+            "run was started with; its config.yaml has it."
+        ) from error
+
+
+def load_weights(path: str | Path) -> dict[str, Tensor]:
+    """Return the learner's weights by name from a checkpoint or an exported file.
+
+    Raises:
+        UserError: the file is missing, damaged, or has no weights.
+    """
+    try:
+        weights: dict[str, Tensor] = AtomicCheckpointIO().load_checkpoint(path)["state_dict"]
+    except UserError as error:
+        raise UserError(f"init_from={str(path)!r}: {error}") from error
+    return weights

@@ -54,20 +54,9 @@ class Tap:
 
 
 def taps_of(method: str, declared: Mapping[str, str], learner: nn.Module) -> list[Tap]:
-    """Return a method's taps, with the path of the last module that has its own parameters for
-    ``"last"``.
-
-    Raises:
-        UserError: they are not names with paths.
-    """
+    """A method's taps; ``"last"``: the last module with parameters of its own."""
     found = []
     for name, path in dict(declared).items():
-        if not isinstance(name, str) or not isinstance(path, str):
-            raise UserError(
-                f"method: {method}: taps={declared!r} is not accepted; it is a dict of names, each "
-                "with a module's path in the learner, 'last' or '', for its input with ':in' after "
-                "it."
-            )
         place = path.removesuffix(ENTERING)
         if place == LAST:
             place = last_of(learner)
@@ -108,15 +97,13 @@ class Seen(dict[Tap, Any]):
 
 
 def versions(value: Any) -> list[int]:
-    """Return how often each tensor has been changed in place."""
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 @contextmanager
 def tapped(learner: nn.Module, taps: Iterable[Tap], change: Change | None = None) -> Iterator[Seen]:
-    """Within this context each tap records its module's last output; ``change`` may replace
-    outputs.
+    """Within this context each tap has its module's last output; ``change`` may replace it.
 
     A tap has the module's own output, from before any change.
     """
@@ -149,47 +136,8 @@ def tapped(learner: nn.Module, taps: Iterable[Tap], change: Change | None = None
 
 
 def _with(look: Callable[..., Any], here: list[Tap]) -> Callable[..., Any]:
-    """Return a hook that gives ``look`` the taps and the last argument of the call."""
     return lambda module, *given: look(here, given[-1])
 
 
-@contextmanager
-def calls(learner: nn.Module) -> Iterator[dict[str, bool]]:
-    """Within this context, record the paths of modules that are called, and whether each has a
-    positional input.
-    """
-    called: dict[str, bool] = {}
-
-    def noting(path: str) -> Callable[..., None]:
-        return lambda module, inputs, output: called.update({path: bool(inputs)})
-
-    with ExitStack() as stack:
-        for path, module in learner.named_modules():
-            stack.callback(module.register_forward_hook(noting(path)).remove)
-        yield called
-
-
-def check_called(taps: Iterable[Tap], called: Mapping[str, bool]) -> None:
-    """Refuse taps if a step does not call their modules, or not with a positional input.
-
-    Raises:
-        UserError: it lists the modules that are called.
-    """
-    for tap in taps:
-        if tap.path not in called:
-            names = [path for path in called if path]
-            which = "this module" if tap.path else "the learner's own forward"
-            raise UserError(
-                f"method: {tap}: a local step does not call {which}, so the tap gets no output."
-                f"{suggest(tap.path, names)} {these(names)}"
-            )
-        if tap.entering and not called[tap.path]:
-            raise UserError(
-                f"method: {tap}: a local step calls this module without a positional input. Tap "
-                "the output of the module before it, or call it as module(x)."
-            )
-
-
 def these(names: list[str]) -> str:
-    """Return the existing names, for an error."""
     return f"There are {', '.join(names)[:300]}." if names else "There are none."

@@ -2,7 +2,7 @@
 
 Names of clients, classes, metrics and runs, texts of sites, and cells that an error quotes come
 from outside. The page of a report escapes them by its templates, and LaTeX by
-:func:`fl_lightning.lab.report.latex.tex`.
+:func:`fl_lightning.lab.report.report_files.tex`.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ _HOMES = {
     "AttributeDict": "utilities.parsing",
     "Checkpoint": "callbacks",
     "DDPStrategy": "strategies",
+    "DummyLogger": "loggers.logger",
     "LightningArgumentParser": "cli",
     "LightningCLI": "cli",
     "LightningOptimizer": "core.optimizer",
@@ -40,6 +41,7 @@ _HOMES = {
     "isolate_rng": "utilities.seed",
     "rank_zero_only": "utilities",
     "rank_zero_warn": "utilities",
+    "_configure_optimizers": "core.optimizer",
     "_sync_module_states": "overrides.distributed",
 }
 
@@ -79,8 +81,10 @@ if TYPE_CHECKING:
     from pytorch_lightning.cli import LightningCLI as LightningCLI
     from pytorch_lightning.cli import instantiate_class as instantiate_class
     from pytorch_lightning.core.optimizer import LightningOptimizer as LightningOptimizer
+    from pytorch_lightning.core.optimizer import _configure_optimizers as _configure_optimizers
     from pytorch_lightning.loggers import Logger as Logger
     from pytorch_lightning.loggers import TensorBoardLogger as TensorBoardLogger
+    from pytorch_lightning.loggers.logger import DummyLogger as DummyLogger
     from pytorch_lightning.overrides.distributed import _sync_module_states as _sync_module_states
     from pytorch_lightning.plugins.io import TorchCheckpointIO as TorchCheckpointIO
     from pytorch_lightning.plugins.precision import Precision as Precision

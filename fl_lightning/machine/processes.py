@@ -47,9 +47,7 @@ def cores_of_each() -> int:
 
 
 def processor_seconds() -> float:
-    """Return the processor seconds of this process and of the ended processes that it waited
-    for.
-    """
+    """Return the processor seconds of this process and of those that it waited for."""
     used = time.process_time()
     if sys.platform == "linux":
         children = resource.getrusage(resource.RUSAGE_CHILDREN)

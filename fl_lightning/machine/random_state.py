@@ -51,6 +51,41 @@ class RandomState:
         )
 
 
+class PassDraws:
+    """The process's generators as the passes of one client begin; ``draws``: whether any may draw.
+
+    Reading the generators of NumPy and Python is slow. A learner draws in its first step or never,
+    so if it did not, only torch's are read afterwards.
+    """
+
+    def __init__(self, x: Tensor, draws: bool) -> None:
+        self.x = x
+        self.draws = draws
+        self._torch_alone = False
+
+    def now(self) -> RandomState | None:
+        return RandomState(self.x, self._torch_alone) if self.draws else None
+
+    def passed(self, before: RandomState | None) -> None:
+        """A pass that began with ``before`` is over."""
+        if before is not None and not self._torch_alone:
+            self._torch_alone = not before.drawn_since()
+
+
+@contextmanager
+def drawn_again(before: RandomState | None, x: Tensor) -> Iterator[None]:
+    """Within this context generators go on from ``before``; None: they stay as they are."""
+    if before is None:
+        yield
+        return
+    present = RandomState(x, before.torch_alone)
+    before.restore()
+    try:
+        yield
+    finally:
+        present.restore()
+
+
 @contextmanager
 def random_state_kept(x: Tensor | None = None) -> Iterator[None]:
     """Restore the global random generators afterwards, also that of x's device."""

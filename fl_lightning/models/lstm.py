@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.accepted import FiniteFloat, PositiveInt, check_arguments
-from fl_lightning.errors import UserError
 from fl_lightning.introspection.init_args import Given
-from fl_lightning.models.image_classifier import built_network
+from fl_lightning.models.classifier import AroundNetwork
 from fl_lightning.models.text import NO_TOKEN, Predictions
 
 
@@ -27,7 +26,7 @@ class LSTM(Given, nn.Module):
         embedding, hidden: numbers per token, and units of a layer.
         projection: size of a linear layer between the LSTM and the last one, as in Reddi et al.
             (2020) for StackOverflow; None: there is none.
-        outputs: ``"last"`` for :class:`ImageClassifier`, ``"each"`` for :class:`NextToken`.
+        outputs: ``"last"`` for :class:`Classifier`, ``"each"`` for :class:`NextToken`.
     """
 
     # The command line's checks for images do not apply.
@@ -44,7 +43,6 @@ class LSTM(Given, nn.Module):
         outputs: Literal["last", "each"] = "last",
     ) -> None:
         super().__init__()
-        self.tokens = tokens
         self.outputs = outputs
         self.embedding = nn.Embedding(tokens, embedding)
         self.recurrent = nn.LSTM(embedding, hidden, layers, batch_first=True)
@@ -53,13 +51,7 @@ class LSTM(Given, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         filled = x.long().clamp(min=0)
-        try:
-            states: Tensor = self.recurrent(self.embedding(filled))[0]
-        except IndexError:
-            raise UserError(
-                f"LSTM's tokens is {self.tokens}, and the data have the token {int(x.max())}: give "
-                f"at least {int(x.max()) + 1} (model.learner.network.tokens)."
-            ) from None
+        states: Tensor = self.recurrent(self.embedding(filled))[0]
         if self.outputs == "last":
             # Padding follows a text, so the text's last token has read only the text.
             last = (x != NO_TOKEN).sum(1).clamp(min=1) - 1
@@ -68,9 +60,8 @@ class LSTM(Given, nn.Module):
         return y
 
 
-class NextToken(Predictions):
-    """Predicts each token from those before it, with any network: cross-entropy and accuracy per
-    token.
+class NextToken(Predictions, AroundNetwork):
+    """Predicts each token from those before it: cross-entropy and accuracy per token.
 
     A batch is tokens ``(n, length + 1)``, −1 after the end of a text, and a second entry that is
     not used, as in ``FromHDF5`` with TFF's and pfl's texts, and in ``LanguageModelling``.
@@ -82,9 +73,6 @@ class NextToken(Predictions):
         lr, weight_decay, momentum: of SGD, if no client optimizer is set.
     """
 
-    # A checkpoint may hold this argument as a config does: class_path, init_args.
-    builds_arguments = ("network",)
-
     def __init__(
         self,
         network: nn.Module,
@@ -93,41 +81,15 @@ class NextToken(Predictions):
         momentum: FiniteFloat = 0.0,
     ) -> None:
         check_arguments(NextToken.__init__, locals())
-        super().__init__()
+        super().__init__(network, lr, weight_decay, momentum)
         self.save_hyperparameters(ignore=["network"])
-        self.network = built_network(network, "NextToken")
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.momentum = momentum
-
-    @classmethod
-    def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load as Lightning does, but import no class that the checkpoint names."""
-        trusted = {} if cls is not NextToken else {"_instantiator": None}
-        return super().load_from_checkpoint(*args, **{**trusted, **kwargs})
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens ``(n, length)`` to logits ``(n, length, tokens)``."""
-        y: Tensor = self.network(tokens)
-        return y
 
     def scores(self, batch: tuple[Tensor, Any]) -> tuple[Tensor, Tensor]:
         logits, wanted = self._next(batch[0])
         return logits.flatten(0, 1), wanted.flatten()
 
     def _next(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        if tokens.ndim != 2 or tokens.is_floating_point():
-            raise UserError(
-                f"NextToken: x is {tokens.dtype} of shape {tuple(tokens.shape)}, but this learner "
-                "needs texts, whose x are tokens (n, length + 1). For classes of other data use "
-                "ImageClassifier."
-            )
         return self(tokens[:, :-1]), tokens[:, 1:].long()
 
     def predict_step(self, batch: tuple[Tensor, Any], batch_idx: int) -> Tensor:
         return self.each_text(*self._next(batch[0]))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(
-            self.parameters(), lr=self.lr, weight_decay=self.weight_decay, momentum=self.momentum
-        )

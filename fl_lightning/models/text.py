@@ -1,27 +1,31 @@
 """Learners around a transformer: language models, and classifiers of texts.
 
 A batch is ``(tokens (n, length), labels (n,))``, with tokens -1 after the end of a text, as in our
-data modules.
+data modules. If the tokenizer marks the second text of a pair, they are ``(n, 2, length)``: tokens
+and their types (``token_type_ids``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from inspect import signature
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torchmetrics import Metric
 
-from fl_lightning.accepted import FiniteFloat, check_arguments
+from fl_lightning.accepted import AtLeast, FiniteFloat, check_arguments
 from fl_lightning.errors import UserError
 from fl_lightning.machine.lightning import pl
 from fl_lightning.models import pretrained
 
 # The same value as in datamodules/formats/tokens.py, which this module must not import.
 NO_TOKEN = -1
+Dtype = Literal["float32", "bfloat16"]
+Bits = Literal[4, 8, "nf4"] | None
 
 
 class Predictions(pl.LightningModule):
@@ -34,8 +38,7 @@ class Predictions(pl.LightningModule):
     """
 
     def scores(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return logits ``(k, classes)`` of a batch's k predictions, and the right classes
-        ``(k,)``.
+        """Return logits ``(k, classes)`` of k predictions, and the right classes ``(k,)``.
 
         A class of -1 does not count in the loss and the metrics. A subclass predicts the text's
         class, or each next token.
@@ -56,13 +59,14 @@ class Predictions(pl.LightningModule):
         self._evaluate("test", batch)
 
     def _evaluate(self, name: str, batch: Any) -> None:
-        loss, right, count = _measured(*self.scores(batch))
+        logits, wanted = self.scores(batch)
+        loss, right, count = _measured(logits, wanted)
         weight = max(1, int(count))
         self.log(f"{name}/loss", loss, batch_size=weight, sync_dist=True)
         self.log(f"{name}/acc", right, batch_size=weight, sync_dist=True)
-        self._also(name, loss, count)
+        self._also(name, logits, wanted)
 
-    def _also(self, name: str, loss: Tensor, count: Tensor) -> None:
+    def _also(self, name: str, logits: Tensor, wanted: Tensor) -> None:
         """Log a subclass's metrics other than loss and accuracy."""
 
     def each_text(self, logits: Tensor, wanted: Tensor) -> Tensor:
@@ -88,15 +92,16 @@ class TextLearner(Predictions):
         lora: dict[str, Any] | None,
         lr: FiniteFloat,
         weight_decay: FiniteFloat,
-        base_dtype: str = "float32",
-        quantize: int | None = None,
+        base_dtype: Dtype = "float32",
+        quantize: Bits = None,
         gradient_checkpointing: bool = False,
+        heads: dict[str, Any] | None = None,
         **fixed: Any,
     ) -> None:
         check_arguments(TextLearner.__init__, locals())
         name = type(self).__name__
         super().__init__()
-        base = (base_dtype, quantize, gradient_checkpointing)
+        base = (base_dtype, quantize, gradient_checkpointing, heads)
         self.network: Any = pretrained.network(
             self.task, name, path, config, trainable, lora, *base, **fixed
         )
@@ -107,8 +112,7 @@ class TextLearner(Predictions):
         self.weight_decay = weight_decay
 
     def setup(self, stage: str) -> None:
-        """Refuse data with tokens that the network does not have, or with texts that are too long
-        for it.
+        """Refuse data with tokens or lengths that the network does not have.
 
         Raises:
             UserError: it names both sides.
@@ -136,7 +140,6 @@ class TextLearner(Predictions):
             )
 
     def computed(self, **inputs: Any) -> Tensor:
-        """Return the network's logits, in float32 at least."""
         context: AbstractContextManager[Any] = nullcontext()
         if self._mixes:
             context = torch.autocast(inputs["input_ids"].device.type, torch.bfloat16)
@@ -157,14 +160,18 @@ class TextLearner(Predictions):
 
     @property
     def padding(self) -> int:
-        """Return the network's token for padding."""
         return int(pretrained.sizes_of(self.network).pad_token_id)
 
 
+def split_types(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return tokens ``(n, length)``, and their types if the tokenizer has given them."""
+    if tokens.ndim == 2:
+        return tokens, None
+    return tokens[:, 0], tokens[:, 1]
+
+
 def _measured(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean cross-entropy, the share of right predictions, and how many count; 0 if none
-    does.
-    """
+    """Mean cross-entropy, the share of right predictions, and how many count; 0 if none does."""
     count = (wanted != NO_TOKEN).sum()
     over = count.clamp(min=1)
     loss = cross_entropy(logits, wanted, ignore_index=NO_TOKEN, reduction="sum") / over
@@ -186,13 +193,56 @@ class Perplexity(Metric):
             self.add_state(name, start, dist_reduce_fx="sum")
 
     def update(self, loss: Tensor, count: Tensor) -> None:
-        """Add a batch: its mean loss, and the number of its predictions."""
         self.total += loss.detach().double() * count
         self.number += count
 
     def compute(self) -> Tensor:
-        """Return the value so far; 1 without predictions."""
         return (self.total / self.number.clamp(min=1)).exp()
+
+
+def f1(table: Tensor) -> Tensor:
+    """Return F1 of class 1 if there are two classes, else the mean over those that occur."""
+    counts = table.sum(0) + table.sum(1)
+    each = 2 * table.diagonal() / counts.clamp(min=1)
+    return each[1] if len(table) == 2 else each.sum() / (counts > 0).sum().clamp(min=1)
+
+
+def mcc(table: Tensor) -> Tensor:
+    """Return Matthews' correlation coefficient; 0 if all guesses, or all classes, are one."""
+    total = table.sum()
+    guessed, right = table.sum(0), table.sum(1)
+    spread = (total**2 - guessed @ guessed) * (total**2 - right @ right)
+    covariance = table.trace() * total - guessed @ right
+    return torch.where(spread > 0, covariance / spread.clamp(min=1).sqrt(), 0.0)
+
+
+# torchmetrics' own coefficient of Matthews is not 0 if all guesses are one class.
+RULES = {"f1": f1, "mcc": mcc}
+
+
+class OfTable(Metric):
+    """A number from the table of right and guessed classes, as scikit-learn defines it.
+
+    Args:
+        name: ends in a name of ``RULES``.
+    """
+
+    higher_is_better = True
+    full_state_update = False
+    table: Tensor
+
+    def __init__(self, name: str, num_classes: int) -> None:
+        super().__init__()
+        self.rule = RULES[name.rpartition("/")[2]]
+        start = torch.zeros(num_classes, num_classes, dtype=torch.float64)
+        self.add_state("table", start, dist_reduce_fx="sum")
+
+    def update(self, guessed: Tensor, right: Tensor) -> None:
+        of = torch.bincount(right * len(self.table) + guessed, minlength=self.table.numel())
+        self.table += of.view_as(self.table)
+
+    def compute(self) -> Tensor:
+        return self.rule(self.table)
 
 
 class CausalLanguageModel(TextLearner):
@@ -210,11 +260,16 @@ class CausalLanguageModel(TextLearner):
             are frozen; None: all are trained.
         lora: arguments of peft's ``LoraConfig``: low-rank matrices are trained instead of the
             network.
-        base_dtype: dtype of frozen weights, with ``lora`` or ``trainable``: ``"float32"`` or
-            ``"bfloat16"``, which takes half the memory. Trained weights are float32.
-        quantize: keep frozen weights in 8 or 4 bits, by bitsandbytes on a CUDA GPU; None: do not.
+        base_dtype: dtype of frozen weights, with ``lora``, ``trainable`` or ``heads``:
+            ``"float32"`` or ``"bfloat16"``, which takes half the memory. Trained weights are
+            float32.
+        quantize: keep frozen weights in 8 or 4 bits, by bitsandbytes on a CUDA GPU; ``"nf4"``: in 4
+            bits as QLoRA does, with NF4 and double quantization; None: do not.
         gradient_checkpointing: compute activations again in the backward pass, instead of keeping
             them: less memory, about a third more time.
+        heads: ``{rank: 4, heads: 4, target_modules: [q_proj, v_proj]}``:
+            :class:`~fl_lightning.models.MultiHead` takes the place of these linear layers, and only
+            its cores and scales are trained, for RAVAN (``ScaledHeads``).
         lr, weight_decay: of AdamW, if no client optimizer is set.
 
     D and the communication count only trained weights; tied embeddings are one parameter and count
@@ -237,11 +292,12 @@ class CausalLanguageModel(TextLearner):
         lora: dict[str, Any] | None = None,
         lr: float = 1e-3,
         weight_decay: float = 0.01,
-        base_dtype: str = "float32",
-        quantize: int | None = None,
+        base_dtype: Dtype = "float32",
+        quantize: Bits = None,
         gradient_checkpointing: bool = False,
+        heads: dict[str, Any] | None = None,
     ) -> None:
-        base = (base_dtype, quantize, gradient_checkpointing)
+        base = (base_dtype, quantize, gradient_checkpointing, heads)
         super().__init__(path, config, trainable, lora, lr, weight_decay, *base)
         self.save_hyperparameters(ignore=["base"])
         self.val_perplexity = Perplexity()
@@ -255,14 +311,14 @@ class CausalLanguageModel(TextLearner):
         return logits.flatten(0, 1), wanted.flatten()
 
     def _next(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits ``(n, length - 1, vocabulary)`` and the next tokens ``(n, length - 1)``."""
-        tokens = tokens.long()
+        tokens = split_types(tokens)[0].long()
         # Padding comes last, and no token of the text attends to it, so no mask is needed.
         seen = tokens[:, :-1]
         filled = seen.masked_fill(seen == NO_TOKEN, self.padding)
         return self.computed(input_ids=filled), tokens[:, 1:]
 
-    def _also(self, name: str, loss: Tensor, count: Tensor) -> None:
+    def _also(self, name: str, logits: Tensor, wanted: Tensor) -> None:
+        loss, _, count = _measured(logits, wanted)
         perplexity = self.val_perplexity if name == "val" else self.test_perplexity
         perplexity.update(loss, count)
         self.log(f"{name}/perplexity", perplexity)
@@ -284,9 +340,7 @@ class CausalLanguageModel(TextLearner):
         return total
 
     def generate(self, tokens: Tensor, max_new_tokens: int, end: int) -> Tensor:
-        """Return the likeliest tokens ``(k,)`` after tokens ``(L,)``, one after the other, up
-        to ``end``.
-        """
+        """Likeliest tokens ``(k,)`` after tokens ``(L,)``, one after the other, up to ``end``."""
         asked = tokens[None].long()
         options = {"do_sample": False, "num_beams": 1, "pad_token_id": self.padding}
         context: AbstractContextManager[Any] = nullcontext()
@@ -320,53 +374,68 @@ class TextClassifier(TextLearner):
 
     The arguments are those of :class:`CausalLanguageModel`. The head is new if the network has
     none; with a decoder such as OPT it reads the last token. ``predict_step`` returns probabilities
-    ``(n, num_classes)``.
+    ``(n, num_classes)``. If the data module has ``metrics``, these are logged, too: ``"f1"`` (of
+    class 1 if there are two, else the mean over classes) and ``"mcc"``.
     """
 
     task = "SequenceClassification"
 
     def __init__(
         self,
-        num_classes: int,
+        num_classes: Annotated[int, AtLeast(2)],
         path: str | None = None,
         config: dict[str, Any] | None = None,
         trainable: Sequence[str] | None = None,
         lora: dict[str, Any] | None = None,
         lr: float = 1e-3,
         weight_decay: float = 0.01,
-        base_dtype: str = "float32",
-        quantize: int | None = None,
+        base_dtype: Dtype = "float32",
+        quantize: Bits = None,
         gradient_checkpointing: bool = False,
+        heads: dict[str, Any] | None = None,
     ) -> None:
-        base = (base_dtype, quantize, gradient_checkpointing)
+        check_arguments(TextClassifier.__init__, locals())
+        base = (base_dtype, quantize, gradient_checkpointing, heads)
         given = (path, config, trainable, lora, lr, weight_decay, *base)
         super().__init__(*given, num_labels=num_classes)
         self.save_hyperparameters(ignore=["base", "given"])
         self.num_classes = num_classes
+        names = [*map("val/{}".format, RULES), *map("test/{}".format, RULES)]
+        self._metrics = torch.nn.ModuleDict({name: OfTable(name, num_classes) for name in names})
+        self._logged: Sequence[str] = ()
+        inner = self.network.get_base_model() if lora is not None else self.network
+        self.takes_types = "token_type_ids" in signature(inner.forward).parameters
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
         data = getattr(self.trainer, "datamodule", None)
+        self._logged = getattr(data, "metrics", ())
         classes = getattr(data, "num_classes", self.num_classes)
-        if classes is None:
-            raise UserError(
-                f"TextClassifier: {type(data).__name__} has no classes. "
-                "CausalLanguageModel needs none."
-            )
-        if classes > self.num_classes:
+        if classes is not None and classes > self.num_classes:
             raise UserError(
                 f"TextClassifier: num_classes is {self.num_classes}, but {type(data).__name__} has "
                 f"{classes} classes."
             )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens ``(n, length)`` to logits ``(n, num_classes)``."""
+        tokens, types = split_types(tokens)
         there = tokens != NO_TOKEN
-        filled = tokens.long().masked_fill(~there, self.padding)
-        return self.computed(input_ids=filled, attention_mask=there.long())
+        inputs = {
+            "input_ids": tokens.long().masked_fill(~there, self.padding),
+            "attention_mask": there.long(),
+        }
+        if types is not None and self.takes_types:
+            inputs["token_type_ids"] = types.long().masked_fill(~there, 0)
+        return self.computed(**inputs)
 
     def scores(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return self(batch[0]), batch[1]
+
+    def _also(self, name: str, logits: Tensor, wanted: Tensor) -> None:
+        for metric in self._logged:
+            found: Any = self._metrics[f"{name}/{metric}"]
+            found.update(logits.argmax(1), wanted)
+            self.log(f"{name}/{metric}", found, batch_size=len(wanted))
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         probabilities: Tensor = self(batch[0]).softmax(1)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import platform
-import posixpath
 import re
-from contextlib import suppress
+import time
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
+import torch
+
 from fl_lightning.errors import UserError
-from fl_lightning.machine.lightning import rank_zero_only, rank_zero_warn
+from fl_lightning.introspection.init_args import flat, stored
+from fl_lightning.machine.lightning import rank_zero_warn
 from fl_lightning.schedules import Schedule
-from fl_lightning.storage.pickled_objects import is_plain
+from fl_lightning.storage.checkpoint_io import is_plain
 
 HyperParameters = dict[str, str | int | float | bool]
+# Arguments of learners for the optimizer that they configure.
+OF_OPTIMIZERS = ("lr", "learning_rate", "weight_decay", "momentum", "betas", "eps")
+LONGEST_TEXT = 300
 _PACKAGES = ("fl-lightning", "torch", "pytorch-lightning")
 
 
@@ -37,13 +41,17 @@ def line(run: Any) -> str:
     if not learner.__module__.startswith("fl_lightning."):
         title += f" ({learner.__name__})"
     optimizers = run.optimizers.describe(run.settings)
+    if run.methods.owner("neighbours") is not None:
+        optimizers = f"{optimizers.split(' · server ')[0]} · no server"
     parts = [title, run.loop.cohort.describe(), optimizers, str(run.plan or "")]
     return " · ".join(filter(None, parts))
 
 
 def title_of(run: Any) -> str:
-    """Return the methods' names, and that of asynchrony."""
     names: str = run.methods.title()
+    # Without another method, the average of clients' adapters is FedIT (Zhang et al., 2024).
+    if names == "FedAvg" and run.model.layout.adapters:
+        names = "FedIT"
     asynchronous = run.settings.asynchronous
     if asynchronous is None:
         return names
@@ -52,44 +60,62 @@ def title_of(run: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of packages on which a result may depend."""
     numbers = {package: version_of(package) or "not installed" for package in _PACKAGES}
     return {**numbers, "python": platform.python_version()}
 
 
-def of_learner(learner: Any) -> HyperParameters:
-    """Return the learner's class, its plain hyper-parameters, and the number of trained
-    parameters.
+def of_learner(learner: Any, config: Mapping[str, Any] | None = None) -> HyperParameters:
+    """Return the learner's class, its arguments and its network's, and its numbers of parameters.
+
+    Args:
+        config: the learner's arguments in a config; None or empty: those that the object knows.
     """
-    entries: HyperParameters = {"learner": type(learner).__name__}
+    entries = _flat("learner", _described(learner, config))
     network = getattr(learner, "network", None)
     if network is not None:
         entries["learner/network"] = type(network).__name__
     for name, value in dict(learner.hparams).items():
-        if is_plain(value):
-            entries[f"learner/{name}"] = _value(value)
-    entries["learner/parameters"] = sum(p.numel() for p in learner.parameters() if p.requires_grad)
+        if value is not None and is_plain(value) and not isinstance(value, dict):
+            entries.setdefault(f"learner/{name}", _value(value))
+    parameters = dict(learner.named_parameters())
+    trained = [each for each in parameters.values() if each.requires_grad]
+    entries["learner/parameters"] = sum(map(torch.numel, trained))
+    if len(trained) < len(parameters):
+        every = sum(map(torch.numel, parameters.values()))
+        entries["learner/frozen_parameters"] = every - int(entries["learner/parameters"])
     return entries
 
 
-def of_run(run: Any, trainer: Any) -> HyperParameters:
-    """Return learner, method, data, partition, seed, engine and versions of a run, before its
-    rounds.
+def _described(learner: Any, config: Mapping[str, Any] | None) -> Any:
+    return {"class_path": type(learner).__name__, "init_args": config} if config else learner
+
+
+def _flat(place: str, value: Any) -> HyperParameters:
+    """Return an object's class and arguments, with slashes between their names."""
+    found = flat(place, value, lambda path: path.rpartition(".")[2])
+    return {k.replace(".", "/"): _value(v) for k, v in found.items() if v not in (None, [])}
+
+
+def settings(run: Any, trainer: Any) -> HyperParameters:
+    """Return what decides the results of a run: learner, method, data, rounds and optimizers.
+
+    Two runs with the same settings differ only in their seeds, and in what facts() returns.
     """
-    data = trainer.datamodule
-    entries: HyperParameters = {**of_learner(run.model.learner), "method": title_of(run)}
+    entries = of_learner(run.model.learner, run.model.config)
+    ranks = sorted({adapter.rank for adapter in run.model.layout.adapters})
+    if ranks:
+        entries["learner/lora_rank"] = ranks[0] if len(ranks) == 1 else repr(ranks)
+    entries["method"] = title_of(run)
     for callback in run.methods.callbacks:
-        arguments = _parameters(callback)
-        for name, value in vars(callback).items():
-            if name in arguments and (is_plain(value) or isinstance(value, Schedule)):
-                entries[f"method/{type(callback).__name__}/{name}"] = _value(value)
+        kind = "method" if callback.is_method() else "callback"
+        for name, value in stored(callback)[0].items():
+            if is_plain(value) or isinstance(value, Schedule):
+                entries[f"{kind}/{type(callback).__name__}/{name}"] = _value(value)
+    data = trainer.datamodule
+    entries |= _flat("data", data)
     entries["data"] = type(data).__name__
-    entries.update(
-        {f"data/{k.replace(' ', '_')}": v for k, v in _card(data).items() if k != "data"}
-    )
     for name in ("num_clients", "batch_size"):
         entries[f"data/{name}"] = _value(getattr(data, name, None))
-    entries["seed"] = run.seed(trainer)
     entries["rounds"] = _value(trainer.max_epochs)
     # Optimizers and the seed have their own entries, with the values that the run made of these
     # settings.
@@ -103,9 +129,25 @@ def of_run(run: Any, trainer: Any) -> HyperParameters:
         for key, value in optimizer.param_groups[0].items():
             if key not in ("params", "initial_lr") and is_plain(value) and value is not None:
                 entries[f"{name}_optimizer/{key}"] = _value(value)
+    for name in OF_OPTIMIZERS:
+        # The optimizer's entry has the value that is used: `client_optimizer` replaces the
+        # learner's own optimizer.
+        same = entries.get(f"learner/{name}") == entries.get(f"client_optimizer/{name}")
+        if run.settings.client_optimizer is not None or same:
+            entries.pop(f"learner/{name}", None)
+    entries["precision"] = str(trainer.precision)
+    return entries
+
+
+def facts(run: Any, trainer: Any) -> HyperParameters:
+    """Return what became of the settings: the seed, the split, the engine and the versions."""
+    entries: HyperParameters = {}
+    for name, value in _card(trainer.datamodule).items():
+        if name not in ("data", "batch size"):
+            entries[f"data/{name.replace(' ', '_')}"] = value
+    entries["seed"] = run.seed(trainer)
     for name, value in run.plan.card().items():
         entries[f"machine/{name.replace(' ', '_')}"] = _value(value)
-    entries["machine/precision"] = str(trainer.precision)
     entries["machine/processes"] = trainer.world_size
     for package, number in versions().items():
         entries[f"versions/{package}"] = number
@@ -113,56 +155,29 @@ def of_run(run: Any, trainer: Any) -> HyperParameters:
 
 
 def log_to(loggers: list[Any], entries: HyperParameters) -> None:
-    """Give the entries to every logger as hyper-parameters."""
     for logger in loggers:
         # A logger is other people's code. Some refuse a value that has changed since the run began,
         # which is no reason to end the run.
         try:
-            logger.log_hyperparams(as_paths(entries) if _is(logger, "MLFlowLogger") else entries)
-            if _is(logger, "TensorBoardLogger"):
-                _write_hparams(logger)
+            logger.log_hyperparams(as_names(entries) if _is(logger, "MLFlowLogger") else entries)
         except Exception as error:
             rank_zero_warn(
                 f"{type(logger).__name__} did not take the hyper-parameters: {str(error)[:200]}"
             )
 
 
-def as_paths(entries: HyperParameters) -> HyperParameters:
-    """Return the entries under names that are valid paths of files, as MLflow's store needs them.
+def as_names(entries: HyperParameters) -> HyperParameters:
+    """Return the entries under names that MLflow's store takes.
 
-    >>> as_paths({"learner": "Lit", "learner/lr": 0.1, "data/f(x)": 1})
-    {'learner.class': 'Lit', 'learner/lr': 0.1, 'data/f_x_': 1}
+    In a store of files, ``learner`` and ``learner/lr`` would be a file and a folder.
+
+    >>> as_names({"learner": "Lit", "learner/lr": 0.1, "data/f(x)": 1})
+    {'learner': 'Lit', 'learner.lr': 0.1, 'data.f_x_': 1}
     """
-    folders: set[str] = set()
-    for name in entries:
-        folder = name.rpartition("/")[0]
-        while folder:
-            folders.add(folder)
-            folder = folder.rpartition("/")[0]
-    paths: HyperParameters = {}
-    for name, value in entries.items():
-        path = posixpath.normpath(re.sub(r"[^/\w. :-]", "_", name)).lstrip("/.")
-        # A name with other names below it would be a folder and a file at the same time.
-        if name in folders:
-            path += ".class"
-        # Two names may differ only in characters that a path cannot hold.
-        while path in paths:
-            path += "_"
-        paths[path] = value
-    return paths
-
-
-@rank_zero_only
-def _write_hparams(logger: Any) -> None:
-    """Write TensorBoard's hparams.yaml again."""
-    # Lightning writes this file once, before the run's settings are known, and never again.
-    with suppress(OSError):
-        (Path(logger.log_dir) / logger.NAME_HPARAMS_FILE).unlink()
-    logger.save()
+    return {re.sub(r"[^\w. :-]", "_", n.replace("/", ".")): v for n, v in entries.items()}
 
 
 def _is(logger: Any, name: str) -> bool:
-    """Return by name whether a logger is of this class, in either Lightning package."""
     return any(kind.__name__ == name for kind in type(logger).__mro__)
 
 
@@ -171,18 +186,60 @@ def _card(data: Any) -> dict[str, str]:
     return {} if card is None else dict(card())
 
 
-def _parameters(of: Any) -> set[str]:
-    return set(inspect.signature(type(of)).parameters)
-
-
 def _value(value: Any) -> str | int | float | bool:
-    return value if isinstance(value, str | int | float | bool) else repr(value)
+    if isinstance(value, int | float | bool):
+        return value
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}…"
 
 
 @cache  # this reads through all installed packages, and a run asks several times
 def version_of(package: str) -> str | None:
-    """Return the version of a package; None: it is not installed, as a checkout need not be."""
     try:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+class Reporter:
+    """Passes the rounds' metrics of a fit to the Trainer's loggers and callbacks."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._validation_began = 0.0
+        self._logged = False  # whether this fit has logged a round
+
+    def begin(self, run: Any) -> None:
+        """Give loggers the run's settings and first round, before this fit's first round."""
+        # Make a logger drop later rounds before it gets new values.
+        for logger in self.trainer.loggers:
+            if hasattr(logger, "resume"):
+                logger.resume(run.state.rounds)
+        log_to(self.trainer.loggers, settings(run, self.trainer) | facts(run, self.trainer))
+
+    def log(self, metrics: dict[str, float], t: int) -> None:
+        """Log metrics of round t to every logger, and where monitoring callbacks find them."""
+        if not self._logged:
+            self._call("on_later_rounds_dropped")
+            self._logged = True
+        self.trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=t)
+
+    def client_ended(self, done: int, of: int) -> None:
+        self._call("on_client_end", done, of)
+
+    def _call(self, hook: str, *arguments: int) -> None:
+        for callback in self.trainer.callbacks:
+            if hasattr(callback, hook):
+                getattr(callback, hook)(self.trainer, self.trainer.lightning_module, *arguments)
+
+    def validation_starts(self) -> None:
+        self._validation_began = time.perf_counter()
+
+    def validation_ends(self, trainer: Any) -> None:
+        """Log how long validation took, if it belongs to this fit."""
+        of_fit = trainer is self.trainer and trainer.state.fn == "fit"
+        if of_fit and not trainer.sanity_checking:
+            seconds = time.perf_counter() - self._validation_began
+            self.log({"time/validation": seconds}, self.trainer.current_epoch)

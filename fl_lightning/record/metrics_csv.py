@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from fl_lightning.errors import UserError
+from fl_lightning.errors import cannot_write
 from fl_lightning.machine.escaping import plain
 from fl_lightning.machine.lightning import Logger, rank_zero_only, rank_zero_warn
 from fl_lightning.metrics import Row, comma_separated, read_rows
-from fl_lightning.storage import lock
 from fl_lightning.storage.atomic_files import written_aside
 
 
@@ -81,14 +81,10 @@ class MetricsCSV(Logger):
             self._row = {"round": str(step)}
         self._row.update(values)
         line = self._line(self._row, columns)
-        lock.check(self.path)
-        try:
-            with open(self.path, "r+b") as file:
-                file.seek(self._start)
-                file.write(line)
-                file.truncate()
-        except OSError as error:
-            raise UserError(f"Cannot write {self.path}: {error.strerror}.") from error
+        with self._changing() as file:
+            file.seek(self._start)
+            file.write(line)
+            file.truncate()
         self._synced = False
 
     @rank_zero_only
@@ -96,12 +92,17 @@ class MetricsCSV(Logger):
         """Write all rows through to the disk; a checkpoint that counts on them is written next."""
         if self._synced:
             return
+        with self._changing() as file:
+            os.fsync(file.fileno())
+        self._synced = True
+
+    @contextmanager
+    def _changing(self) -> Iterator[BinaryIO]:
         try:
             with open(self.path, "r+b") as file:
-                os.fsync(file.fileno())
+                yield file
         except OSError as error:
-            raise UserError(f"Cannot write {self.path}: {error.strerror}.") from error
-        self._synced = True
+            raise cannot_write(self.path, error) from error
 
     @rank_zero_only
     def resume(self, round: int) -> None:

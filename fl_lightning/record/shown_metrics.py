@@ -27,10 +27,23 @@ def shown_metrics(trainer: Any) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def metric_modes(trainer: Any) -> dict[str, str]:
-    """Return ``"max"`` or ``"min"``, the better direction, by metric, from torchmetrics and
-    callbacks.
+def compared_metrics(trainer: Any) -> list[str]:
+    """Return the metrics by which runs are compared, known before the first round.
+
+    These are accuracy, losses, the metrics that callbacks monitor, and the clients' own ones if
+    PerClientEvaluation measures them.
     """
+    names = dict.fromkeys(["val/acc", *_monitored(trainer), "val/loss", "train/loss"])
+    of_clients = []
+    if any(hasattr(callback, "of_own_models") for callback in trainer.callbacks):
+        for name in names:
+            if (bare := without_prefix(name)) != name and not name.startswith("train"):
+                of_clients += [f"clients/{bare}", f"clients/{bare}_worst10"]
+    return list(dict.fromkeys([*names, *of_clients]))
+
+
+def metric_modes(trainer: Any) -> dict[str, str]:
+    """``"max"`` or ``"min"``, the better direction, by metric, from torchmetrics and callbacks."""
     logged = getattr(trainer.lightning_module, "logged", None)
     modes: dict[str, str] = {}
     if logged is not None:
@@ -43,7 +56,6 @@ def metric_modes(trainer: Any) -> dict[str, str]:
 
 
 def _monitored(trainer: Any) -> dict[str, Any]:
-    """Return the metrics that callbacks monitor, each with its mode."""
     modes: dict[str, Any] = {}
     for callback in trainer.callbacks:
         metric = getattr(callback, "monitor", None)
@@ -53,7 +65,6 @@ def _monitored(trainer: Any) -> dict[str, Any]:
 
 
 def _personal(module: Any) -> bool:
-    """Return whether clients end with their own parts or models."""
     run = getattr(module, "run", None)
     if run is None or run.loop is None:
         return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,7 @@ class Base:
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    @overload
-    def __get__(self, callback: None, owner: type) -> Base: ...
-    @overload
-    def __get__(self, callback: object, owner: type) -> BoundBase: ...
-    def __get__(self, callback: Any, owner: type) -> Base | BoundBase:
+    def __get__(self, callback: Any, owner: type) -> Any:
         return self if callback is None else BoundBase(callback, self)
 
     def names(self, layout: Layout, learner: nn.Module, asking: str) -> list[str]:
@@ -111,7 +107,7 @@ class BoundBase(Mapping[str, Tensor]):
         committed.
 
         Raises:
-            UserError: the base has no such name, or the shapes do not fit.
+            UserError: the shapes do not fit.
         """
         transaction = self._callback._transaction
         who = f"method: {type(self._callback).__name__}.{self._base.name}.add"
@@ -119,22 +115,15 @@ class BoundBase(Mapping[str, Tensor]):
             raise RuntimeError(
                 f"{who} may be called only in the hooks from on_updates to on_server_update"
             )
-        value = self._weights.values.get(name)
-        if value is None:
-            raise UserError(
-                f"{who}: the base has no {name!r}; it has {', '.join(self._weights.values)[:200]}."
-                f"{suggest(name, list(self._weights.values))}"
-            )
+        value = self._weights.values[name]
         fits = left.shape == value.shape
         if right is not None:
             outer = left.ndim == right.ndim == 2 and left.shape[1] == right.shape[0]
             fits = outer and (left.shape[0], right.shape[1]) == value.shape
         if not fits:
-            shapes = [tuple(each.shape) for each in (left, right) if each is not None]
             raise UserError(
-                f"{who}: {name} is {tuple(value.shape)}, but was given "
-                f"{' and '.join(map(str, shapes))}. Give left (out, R) and right (R, in), or one "
-                "tensor of the weight's shape."
+                f"{who}: {name} is {tuple(value.shape)}: give left (out, R) and right (R, in), or "
+                "one tensor of the weight's shape."
             )
         kept = [None if each is None else each.detach().clone() for each in (left, right)]
         transaction.additions.append((name, *kept))
@@ -196,9 +185,7 @@ class BaseWeights:
     def after(
         self, additions: Sequence[Addition]
     ) -> tuple[dict[str, Tensor], list[int], list[Addition]]:
-        """Return the values after additions, how many numbers these are for each weight, and
-        the additions.
-        """
+        """Values after additions, how many numbers these are for each weight, and the additions."""
         values: dict[str, Tensor] = {}
         costs = dict.fromkeys(self.values, 0)
         added: list[Addition] = []
@@ -231,7 +218,6 @@ class BaseWeights:
             self.history[t] = additions
 
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Set the values, by name."""
         for name, value in values.items():
             parameter = self.in_use[name]
             # Change the weight in place: copies of the learner and recorded steps read this memory.
@@ -239,16 +225,16 @@ class BaseWeights:
             self.values[name] = value if value.dtype != parameter.dtype else parameter.data
 
     def due(self, t: int, last: int | None) -> int:
-        """Return how many numbers a client lacks in round t if it was last sent the base in
-        round ``last``.
-        """
+        """How many numbers a client lacks in round t if it last got the base in round ``last``."""
         total = 0
         for k, value in enumerate(self.values.values()):
             since = sum(costs[k] for costs in self.costs[last or 0 : t])
             total += min(since, value.numel())
         return total
 
-    def restore(self, held: Mapping[str, Tensor], costs: Tensor, kinds: Mapping[str, str]) -> None:
+    def restore(
+        self, held: Mapping[str, Tensor], costs: list[list[int]], kinds: Mapping[str, str]
+    ) -> None:
         """Take a checkpoint's base.
 
         Raises:
@@ -267,7 +253,7 @@ class BaseWeights:
             self.values[name] = parameter.data
             if name in held:
                 self.values[name] = held[name].to(parameter.device)
-        self.costs = costs.tolist()
+        self.costs = costs
 
 
 def wide(data: Tensor) -> Tensor:
@@ -277,7 +263,6 @@ def wide(data: Tensor) -> Tensor:
 
 
 def declared_bases(callback: Any) -> list[Base]:
-    """Return the bases that a callback's class declares."""
     found: dict[str, Base] = {}
     for cls in reversed(type(callback).__mro__):
         found.update({name: value for name, value in vars(cls).items() if isinstance(value, Base)})

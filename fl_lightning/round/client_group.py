@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fl_lightning.machine.device_memory import to_device
-from fl_lightning.round.context import Evaluate, InStep, Round
-from fl_lightning.round.declared_state import PerClient, Upload
+from fl_lightning.round.context import Evaluate, Round
+from fl_lightning.round.declared_state import Exchanged, PerClient, Upload
 from fl_lightning.round.model_parts import COPY, ELAPSED, ORIGIN, WRITTEN
 
 # If a method reads the loss of local steps, the loss is logged under this name.
@@ -25,13 +25,16 @@ class ClientGroup:
     Hooks get :class:`~fl_lightning.round.clients.Clients`, a view of it for authors.
 
     Args:
-        ids: the clients' numbers.
+        ids: the client IDs.
         x: their models ``(n, D)``; the group works in this memory.
         full_gradient: ``(group, point)`` → ∇f_i ``(n, D)`` without weight decay.
         evaluate: ``(group, point, what)`` → columns ``(n, 1)`` by name.
     """
 
     place_in_step = 0  # of the present batch, if a step takes several
+    # The callback that takes the gradients of single samples, and the one that protects the
+    # samples of clients; empty: none.
+    reduced_by = protected_by = ""
     # (n, D): share of the steps in which each coordinate moves; None: all move in all steps.
     moving: Tensor | None = None
 
@@ -76,9 +79,8 @@ class ClientGroup:
         self.transmitted: tuple[float | Tensor | None, float | Tensor | None] = (None, None)
 
         # Facts about the hooks that the engine collects while they run.
-        self.local_step: InStep | None = None
+        self.local_step: Any = None  # the step that the clients take together now
         self.looked_up = False  # a hook read the clients' numbers
-        self.mean_gradient_readers: set[str] = set()  # methods that read a mean gradient
         self.batches: int | None = None  # batches of all steps, if a step takes several; else None
         # Gradients are counted in the first step, because all steps evaluate the same number.
         self.gradients_a_step = 1
@@ -97,9 +99,7 @@ class ClientGroup:
         self.optimizer_rows: dict[str, Tensor] = {}
 
     def take_kept_parts(self) -> None:
-        """Put the clients' own copies of parts into ``x`` if they are newer than the last
-        average.
-        """
+        """Put clients' own copies of parts into ``x`` if they are newer than the last average."""
         round = self.round
         if round.parts is not None:
             states = round.server_states
@@ -107,9 +107,7 @@ class ClientGroup:
             self.kept_origin, self.kept_elapsed, self.kept_mask = taken
 
     def begin(self, own_starts: bool) -> None:
-        """Remember the starts, which are final now; ``own_starts``: a method may have moved
-        them.
-        """
+        """Remember the starts, now final; ``own_starts``: a method may have moved them."""
         # If every client starts from w, keep a reference to w, and no copy of n × D numbers.
         if own_starts or self.kept_mask is not None:
             self.start = self.x.clone()
@@ -120,27 +118,21 @@ class ClientGroup:
             self.kept_origin = torch.where(self.kept_mask, self.kept_origin, self.start)
 
     def reset_untrained(self, at_zero: bool) -> None:
-        """Set the coordinates that the clients do not train to the values that they were given,
-        or to 0.
-        """
+        """Set coordinates that the clients do not train to the given values, or to 0."""
         if self.untrained is not None:
             stand = torch.zeros_like(self.round.w) if at_zero else self.round.w
             self.x.copy_(torch.where(self.untrained, stand, self.x))
 
     def hold(self) -> None:
-        """Put back the coordinates that the clients do not train, whatever a step did to them."""
         if self.untrained is not None and self.start is not None:
             self.x.copy_(torch.where(self.untrained, self.start, self.x))
 
     def step_done(self) -> None:
-        """End the present local step."""
         if self.step is not None:
             self.step += 1
 
     def step_tensors(self) -> dict[str, Tensor]:
-        """Return columns, starts and rows of states by name: the tensors that a local step may
-        read besides x.
-        """
+        """Columns, starts and rows by name: what a local step may read besides x."""
         named = {
             "start": self.start,
             "kept_origin": self.kept_origin,
@@ -155,7 +147,6 @@ class ClientGroup:
         return {name: value for name, value in everything.items() if isinstance(value, Tensor)}
 
     def attributes_of_clients(self) -> dict[str, Tensor]:
-        """Return the attributes that hooks assigned to clients and that have a row for each."""
         return {
             name: value
             for name, value in self.attributes.items()
@@ -163,7 +154,6 @@ class ClientGroup:
         }
 
     def given(self) -> list[Tensor]:
-        """Return the values that hooks have logged and uploaded so far."""
         return [*self.logs.values(), *self.uploads.values()]
 
     def column(self, name: str, values: dict[int, int] | dict[int, float]) -> Tensor:
@@ -200,9 +190,7 @@ class ClientGroup:
         return of(client) if asked and of is not None else 0
 
     def count_pass(self, asking: str) -> None:
-        """Count a pass without a gradient that a callback asked for, unless the callback only
-        measures.
-        """
+        """Count a pass without gradient that a callback asked for, unless it only measures."""
         if asking in self.measuring:
             return
         # If steps take unequal numbers of batches, they ask for different numbers of passes.
@@ -228,7 +216,6 @@ class ClientGroup:
         return passes + whole * self.in_epoch(client, whole)
 
     def read(self, key: str, declaration: PerClient) -> Tensor:
-        """Return the staged rows of a state, loaded at first access."""
         if key not in self.rows:
             rows = [self.load(key, declaration, i) for i in self.ids]
             self._keep(key, declaration, torch.stack(rows))
@@ -246,7 +233,6 @@ class ClientGroup:
         return zero.expand(declaration.sized(self.x.shape[1]))
 
     def write(self, key: str, declaration: PerClient, value: Tensor) -> None:
-        """Assign to the rows of a state."""
         # Scratch that is assigned before it is read needs no zeros, which would be overwritten.
         if key not in self.rows and not declaration.keeps_rows:
             one = self.load(key, declaration, self.ids[0])
@@ -261,13 +247,18 @@ class ClientGroup:
         # No version counter is -1, so the rows count as written, even if `value` equals them.
         self.change_counts[key] = -1
 
+    def receive(self, key: str, declaration: PerClient, value: Tensor) -> None:
+        """Set the row of a state, of a group of one, to what the client got from its neighbours."""
+        dtype = declaration.dtype or self.x.dtype
+        row = to_device(value, self.x.device).to(dtype, copy=True)
+        self._keep(key, declaration, row.unsqueeze(0))
+
     def _keep(self, key: str, declaration: PerClient, rows: Tensor) -> None:
         self.declared[key] = declaration
         self.rows[key] = rows
         self.change_counts[key] = rows._version
 
     def upload(self, key: str, declaration: Upload, value: Tensor) -> None:
-        """Store the rows that the clients send under this name, one row per client."""
         shape = declaration.sized(self.x.shape[1])
         dtype = declaration.dtype or self.x.dtype
         given = torch.as_tensor(value).to(dtype)
@@ -283,16 +274,19 @@ class ClientGroup:
         self.uploads[key] = given
 
     def written(self) -> Iterator[tuple[str, Tensor]]:
-        """Return rows of states that outlive the round, if they were assigned or changed in
-        place.
-        """
+        """Rows of states that outlive the round, if they were assigned or changed in place."""
         for key, rows in self.rows.items():
             changed = rows._version != self.change_counts[key]
             if changed and self.declared[key].keeps_rows:
                 yield key, rows
 
+    def exchanged(self) -> Iterator[tuple[str, Tensor]]:
+        """Return the rows that the clients assigned for their neighbours."""
+        for key, rows in self.rows.items():
+            if isinstance(self.declared[key], Exchanged):
+                yield key, rows
+
     def drop_scratch(self) -> None:
-        """Drop the rows that no code will read again."""
         self.rows = {key: rows for key, rows in self.rows.items() if self.declared[key].keeps_rows}
 
     def kept_parts(self) -> dict[str, Tensor]:
@@ -311,7 +305,6 @@ class ClientGroup:
         }
 
     def alone(self, row: int) -> ClientGroup:
-        """Return a view of one client, as a group with one row."""
         own = copy.copy(self)
         part = slice(row, row + 1)
         own.ids = [self.ids[row]]
@@ -335,12 +328,10 @@ class ClientGroup:
 
 
 def _of_row(value: float | Tensor | None, row: int) -> float | Tensor | None:
-    """Return one client's entry of a number per client, or the one number of all clients."""
     return value[row] if isinstance(value, Tensor) and value.dim() else value
 
 
 def _unfit(key: str, shape: Sequence[int], given: Tensor) -> ValueError:
-    """Return the error if a method assigns rows whose shape differs from its declaration."""
     hint = ""
     if len(shape) == 1 and given.shape == (*shape, 1):
         hint = ", a column as clients.loss is one: [:, 0] makes it fit"

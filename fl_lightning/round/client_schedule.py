@@ -13,10 +13,12 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fl_lightning.errors import UserError
+from fl_lightning.accepted import check
+from fl_lightning.schedules import Rate
 
 MOVED = ("lr", "momentum", "betas", "weight_decay")  # options that a scheduler may set
 KINDS = (bool, int, float, str, list, tuple)  # of settings as text
+CHANGING = ("last_epoch", "last_batch_iteration")
 # settings that torch keeps under private names
 PRIVATE = ("_milestones", "_schedule_phases", "_anneal_func_type", "_anneal_strategy")
 Groups = list[dict[str, Any]]
@@ -35,8 +37,7 @@ class ClientSchedule:
         another: function that returns the schedule of a client with so many local steps; None: all
             clients have this one.
 
-    ``account``: unit, classes and arguments as text, to compare with a checkpoint's; ``inside``:
-    what :func:`inside` gives, which checkpoints of earlier versions do not have.
+    ``account``: unit, classes and arguments as text, to compare with a checkpoint's.
     """
 
     def __init__(
@@ -54,9 +55,8 @@ class ClientSchedule:
         self.schedulers = schedulers
         self._optimizer = optimizer
         self._groups = optimizer.param_groups
-        steps = [(type(s).__name__, written(s), every) for s, every in schedulers]
+        steps = [(type(s).__name__, settings_of(s), every) for s, every in schedulers]
         self.account = f"{unit}: {steps}"
-        self.inside = repr([inside(scheduler) for scheduler, _ in schedulers])
         self._table = [self._now()]
         # A scheduler may set more than the rate when it is built, such as a cycle's momentum. Such
         # a setting holds from the first step on; the rates come from the table.
@@ -68,7 +68,6 @@ class ClientSchedule:
 
     @property
     def by_step(self) -> bool:
-        """Return whether rates change within a client's round."""
         return self.unit == "local_steps"
 
     def reach_each(self, steps: Collection[int]) -> None:
@@ -86,26 +85,14 @@ class ClientSchedule:
             self._others[number].reach(number)
 
     def of_client(self, steps: int) -> ClientSchedule:
-        """Return the schedule of a client with so many local steps, which :meth:`reach_each`
-        has made.
-        """
+        """Schedule of a client with so many local steps, which :meth:`reach_each` has made."""
         return self if self.another is None else self._others[steps]
-
-    def without_rate(self, entries: int) -> list[int]:
-        """Return which of the first entries have a rate of 0 in every group, as far as entries
-        exist.
-        """
-        found = []
-        for entry, groups in enumerate(self._table[:entries]):
-            if all(group["lr"] == 0 for group in groups):
-                found.append(entry)
-        return found
 
     def reach(self, entries: int) -> None:
         """Fill the table up to this entry; not in client threads.
 
         Raises:
-            UserError: the schedulers end earlier, or give a rate that is negative or not finite.
+            UserError: they give a rate that is negative or not finite.
         """
         optimizer = self._optimizer
         groups = optimizer.param_groups
@@ -120,15 +107,6 @@ class ClientSchedule:
                         if len(self._table) % frequency == 0:
                             scheduler.step()
                     self._table.append(self._now())
-        except UserError:
-            raise
-        except Exception as error:
-            unit = "rounds" if self.unit == "rounds" else "local steps of a client"
-            raise UserError(
-                f"client_scheduler={self.unit!r}: {self.name} cannot be stepped to {entries} "
-                f"{unit}, at {len(self._table)} it says: {error}. Make it long enough for "
-                f"{entries} {unit}, or give client_scheduler='ignore'."
-            ) from error
         finally:
             optimizer.param_groups = groups
 
@@ -136,7 +114,6 @@ class ClientSchedule:
         return self._table[entry]
 
     def elapsed(self, steps: int) -> float:
-        """Return Σ of the first group's rates over that many entries."""
         return math.fsum(groups[0]["lr"] for groups in self._table[:steps])
 
     @property
@@ -147,20 +124,13 @@ class ClientSchedule:
         entry = []
         for group in self._groups:
             settings = {name: plain(group[name]) for name in MOVED if name in group}
-            if not 0 <= settings["lr"] < math.inf:
-                raise UserError(
-                    f"client_scheduler={self.unit!r}: {self.name} gives the rate "
-                    f"{settings['lr']!r}; it has to be a finite number of at least 0."
-                )
+            check(f"client_scheduler={self.unit!r}: {self.name}: lr", settings["lr"], Rate)
             entry.append(settings)
         return entry
 
 
 class ShownScheduler:
-    """The learner's own scheduler, with the rates of the client's optimizer.
-
-    ``self.lr_schedulers()`` gives it to the learner.
-    """
+    """What ``self.lr_schedulers()`` gives: the learner's own, with the client optimizer's rates."""
 
     def __init__(self, schedule: ClientSchedule, optimizer: Optimizer) -> None:
         self._scheduler = schedule.schedulers[0][0]
@@ -174,32 +144,23 @@ class ShownScheduler:
 
 
 def plain(value: Any) -> Any:
-    """Return a setting of an optimizer by value."""
     if isinstance(value, (tuple, list)):
         return tuple(float(v) for v in value)
     return float(value)
 
 
-def written(scheduler: Any) -> dict[str, Any]:
-    """Return a scheduler's settings: its numbers that steps do not change."""
-    changing = ("last_epoch", "last_batch_iteration")
-    return {
-        k: v for k, v in vars(scheduler).items() if k[0] != "_" and k not in changing and plainly(v)
-    }
-
-
-def inside(scheduler: Any) -> dict[str, Any]:
-    """Return the settings that are not in :func:`written`: tables such as milestones, and the
-    schedulers that this one steps, with theirs.
+def settings_of(scheduler: Any) -> dict[str, Any]:
+    """Return what steps do not change: numbers, tables such as milestones, and the schedulers that
+    this one steps, with theirs.
     """
     found: dict[str, Any] = {}
     for name, value in vars(scheduler).items():
         parts = value if isinstance(value, (list, tuple)) else [value]
         if parts and all(isinstance(part, LRScheduler) for part in parts):
-            found[name] = [(type(p).__name__, written(p), inside(p)) for p in parts]
+            found[name] = [(type(part).__name__, settings_of(part)) for part in parts]
         elif isinstance(value, Mapping) and name[0] != "_" and plainly(list(value.items())):
             found[name] = sorted(value.items(), key=repr)
-        elif name in PRIVATE:
+        elif name in PRIVATE or (name[0] != "_" and name not in CHANGING and plainly(value)):
             found[name] = value
     return found
 

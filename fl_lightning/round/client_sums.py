@@ -21,7 +21,6 @@ class Sums:
     """The field for which the maximum takes the place of the sum."""
 
     def parts(self) -> Iterator[tuple[Place, Tensor]]:
-        """Return all tensors, each with its place."""
         # This is called for every client, and most fields are empty.
         for field_name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -30,22 +29,18 @@ class Sums:
                 yield from (((field_name, name), tensor) for name, tensor in value.items())
 
     def get(self, place: Place) -> Tensor | None:
-        """Return the tensor at this place, or None."""
         value = getattr(self, place[0])
         found: Tensor | None = value.get(place[1]) if isinstance(value, dict) else value
         return found
 
     def put(self, place: Place, value: Tensor) -> None:
-        """Set the tensor at this place."""
         if len(place) == 1:
             setattr(self, place[0], value)
         else:
             getattr(self, place[0])[place[1]] = value
 
     def kept(self: Some, shared: Collection[str]) -> Some:
-        """Return the tensors unchanged; those of the fields ``shared``, which others
-        may change, are copied.
-        """
+        """The tensors; those of fields ``shared``, which others may change, are copied."""
         if not shared:
             return self
         kept = type(self)()

@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.hook_arguments import unasked
 from fl_lightning.learner.layout import Layout
 from fl_lightning.machine.device_memory import to_device
 from fl_lightning.round.client_group import LOSS, ClientGroup
-from fl_lightning.round.context import InStep
-from fl_lightning.round.hook_subject import HookSubject
+from fl_lightning.storage.secret import drawn_from
+
+
+class HookSubject:
+    """The clients or the server, as a hook gets them."""
+
+    __slots__ = ("_hook",)
+
+    def __init__(self) -> None:
+        self._hook: Callable[..., Any] | None = None  # the hook that is being called
+
+    @property
+    def _caller(self) -> str:
+        if self._hook is None:
+            return "a method of this run"
+        return type(getattr(self._hook, "__self__", self._hook)).__name__
+
+    def _check_asked(self, value: str) -> None:
+        """Refuse a method that reads a value for which it does not ask.
+
+        A hook that is a function of its own, and of no method, is not refused.
+
+        Raises:
+            UserError: it shows the line to write.
+        """
+        callback = getattr(self._hook, "__self__", None)
+        asks_for = getattr(callback, "asks_for", None)
+        if asks_for is not None and not asks_for(value):
+            assert self._hook is not None
+            raise unasked(callback, value, self._hook)
 
 
 class Clients(HookSubject):
@@ -44,9 +75,7 @@ class Clients(HookSubject):
 
     @property
     def client_ids(self) -> list[int]:
-        """Return the clients' ids as a list; a local step that reads them is not replayed for
-        others.
-        """
+        """Clients' ids as a list; a local step that reads them is not replayed for others."""
         self._group.looked_up = True
         return self._group.ids
 
@@ -167,9 +196,7 @@ class Clients(HookSubject):
 
     @property
     def weight_decay(self) -> float:
-        """Return λ of the client optimizer; 0 if weight decay is not part of the gradient
-        (AdamW).
-        """
+        """Λ of the client optimizer; 0 if weight decay is not part of the gradient (AdamW)."""
         rates = self._group.round.rates
         rates.require_one(self._caller)
         return rates.weight_decay
@@ -190,9 +217,7 @@ class Clients(HookSubject):
 
     @property
     def step(self) -> Tensor:
-        """Return the number of the present local step, from 0, an int64 scalar; in the hooks of
-        a step.
-        """
+        """Number of the present local step, from 0, an int64 scalar; in the hooks of a step."""
         # A tensor that counts on the device, so that each replay of a recorded step reads its own
         # number.
         group = self._group
@@ -217,7 +242,9 @@ class Clients(HookSubject):
         which the step began. Computing it does not change x, buffers and logs; the result has its
         own memory. A call costs as much as the loss gradient, and ``cost/gradients`` counts it.
         """
-        return self._in_step("clients.gradient_at").gradient_at(x)
+        self._check_batch("clients.gradient_at")
+        gradient: Tensor = self._in_step("clients.gradient_at").gradient_at(x)
+        return gradient
 
     def seen_at(self, x: Tensor, training: bool = False) -> dict[str, Any]:
         """Return the outputs of the method's taps at x ``(D,)`` or ``(1, D)``, by name and without
@@ -231,11 +258,8 @@ class Clients(HookSubject):
         Args:
             training: in training mode, with statistics of the batch; if False, in evaluation mode.
         """
-        if self._group.seen_at is None:
-            raise RuntimeError(
-                "only methods whose class has `taps` may call clients.seen_at, and only in engines "
-                "that train clients one by one"
-            )
+        self._check_batch("clients.seen_at")
+        assert self._group.seen_at is not None
         return self._group.seen_at(self._caller, x, training)
 
     @property
@@ -248,6 +272,7 @@ class Clients(HookSubject):
         Raises:
             UserError: the data have no class labels.
         """
+        self._check_samples("clients.label_counts")
         group = self._group
         if "label_counts" not in group.columns:
             assert group.label_counts is not None
@@ -261,7 +286,7 @@ class Clients(HookSubject):
             group.columns["label_counts"] = to_device(counts, group.x.device)
         return group.columns["label_counts"]
 
-    def _in_step(self, what: str) -> InStep:
+    def _in_step(self, what: str) -> Any:
         if self._group.local_step is None:
             raise RuntimeError(
                 f"{what} can be read only in the hooks of a local step, and not before or after a "
@@ -311,12 +336,10 @@ class Clients(HookSubject):
     def mean_gradient(self) -> Tensor:
         """Return (origin - x) / elapsed ``(n, D)``, at the end of a round; 0 if elapsed is 0.
 
-        If rates change from step to step, steps count by their rates.
+        If rates change from step to step, steps count by their rates. With momentum, another
+        optimizer or clipping this is another vector: a method says so by the note MEAN_GRADIENT.
         """
         elapsed = self.elapsed
-        # If this is not the mean gradient (with momentum, another optimizer or clipping), the round
-        # names the method in a note.
-        self._group.mean_gradient_readers.add(self._caller)
         return torch.where(elapsed > 0, (self.origin - self.x) / elapsed, 0.0).to(self.x.dtype)
 
     @property
@@ -331,14 +354,13 @@ class Clients(HookSubject):
             RuntimeError: it is read in another hook.
         """
         self._check_asked("loss")
+        self._check_samples("clients.loss")
         if LOSS not in self._group.logs:
             raise RuntimeError("clients.loss can be read only in on_local_end")
         return self._group.logs[LOSS].reshape(-1, 1)
 
     def norm(self, v: Tensor) -> Tensor:
-        """Return ‖v‖ of each client's row, over the coordinates that it trains: ``(n, D)`` →
-        ``(n, 1)``.
-        """
+        """‖v‖ of each client's row over the coordinates that it trains: ``(n, D)`` → ``(n, 1)``."""
         untrained = self._group.untrained
         if untrained is not None and v.shape == untrained.shape:
             v = v.masked_fill(untrained, 0.0)
@@ -346,11 +368,8 @@ class Clients(HookSubject):
         return norm
 
     def full_gradient(self, x: Tensor) -> Tensor:
-        """Return the gradient ``(n, D)`` of the clients' whole objectives at x ``(D,)`` or ``(n,
-        D)``.
-
-        The gradient includes weight decay.
-        """
+        """Gradient ``(n, D)`` of whole objectives with decay, at x ``(D,)`` or ``(n, D)``."""
+        self._check_samples("clients.full_gradient")
         group = self._group
         weight_decay = self.weight_decay
         assert group.full_gradient is not None
@@ -374,23 +393,68 @@ class Clients(HookSubject):
             what: which samples are meant: the clients' training samples, or each client's test
                 samples.
         """
+        self._check_samples("clients.evaluate")
         assert self._group.evaluate is not None
         self._group.looked_up = True
         if what == "train":
             self._group.count_evaluation(self._caller)
         return self._group.evaluate(self._group, x, what)
 
+    def private_generator(self, purpose: str, step: int, onto: Tensor) -> np.random.Generator:
+        """Return random numbers for a client's noise, which no reader of the run can compute.
+
+        The numbers are keyed by (secret, purpose, round, client, step, digest of ``onto``), so
+        different values never get the same noise. Over sites the secret is the site's. If the
+        method draws from a seed, they are keyed by (that seed, purpose, round, client, step).
+
+        Args:
+            purpose: name of the draw.
+            step: number of the local step.
+            onto: all values to which the noise is added.
+        """
+        key = self._group.round.noise_of_clients
+        if key is None:
+            raise RuntimeError(
+                "only a method with the attribute clients_draw_from may call "
+                "clients.private_generator"
+            )
+        content = onto.detach().cpu().contiguous().numpy().tobytes()
+        (client,) = self.client_ids
+        return drawn_from(key, purpose, self.round, client, step, onto=content)
+
+    def _check_batch(self, what: str) -> None:
+        """Refuse what needs a step's batch, where a method takes the samples one by one.
+
+        Raises:
+            UserError: it names both methods.
+        """
+        if other := self._group.reduced_by:
+            raise UserError(
+                f"method: {other} and {self._caller} cannot run together: {self._caller} calls "
+                f"{what}, which takes a step's whole batch, but {other} takes the gradient of each "
+                "sample. Keep one of them."
+            )
+
+    def _check_samples(self, what: str) -> None:
+        """Refuse values of the clients' samples, if a method protects these.
+
+        Callbacks that only measure may read them.
+
+        Raises:
+            UserError: it names both methods.
+        """
+        other = self._group.protected_by
+        if other and other != self._caller and self._caller not in self._group.measuring:
+            raise UserError(
+                f"method: {other} and {self._caller} cannot run together: {self._caller} reads "
+                f"{what}, which is computed from samples, and that is neither clipped nor noised. "
+                "Keep one of them."
+            )
+
     def log(self, name: str, values: Tensor) -> None:
         """Log one value per client, ``(n,)`` or ``(n, 1)``; ``name`` shows their mean."""
-        n = len(self._group.ids)
-        if not isinstance(values, Tensor) or values.shape not in ((n,), (n, 1)):
-            given = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            raise ValueError(
-                f"clients.log({name!r}, …) takes one number per client, a tensor ({n},) or "
-                f"({n}, 1), but was given {given}"
-            )
         # Copy the values: rows of states may be changed in place afterwards.
-        self._group.logs[name] = values.detach().reshape(n).clone()
+        self._group.logs[name] = values.detach().reshape(len(self._group.ids)).clone()
 
     def sent(
         self, parameters: float | Tensor | None = None, bytes: float | Tensor | None = None
@@ -400,15 +464,33 @@ class Clients(HookSubject):
         Args:
             parameters, bytes: one number for each client, or a tensor ``(n, 1)`` or ``(n,)`` with
                 one number per client.
-
-        Raises:
-            ValueError: a tensor has another shape.
         """
-        n = len(self._group.ids)
-        for name, value in (("parameters", parameters), ("bytes", bytes)):
-            if isinstance(value, Tensor) and value.shape not in ((), (n,), (n, 1)):
-                raise ValueError(
-                    f"clients.sent({name}=…) takes one number for each client, or a tensor "
-                    f"({n}, 1) with one per client; it was given {tuple(value.shape)}"
-                )
         self._group.transmitted = (parameters, bytes)
+
+
+class AfterExchange(Clients):
+    """A client in ``on_exchange``: it has its states as it left them, and no model ``x``.
+
+    ``finished``: how many clients of the round exchange.
+    """
+
+    __slots__ = ("finished",)
+
+    def __init__(self, group: ClientGroup, finished: int) -> None:
+        super().__init__(group)
+        self.finished = finished
+
+    @property
+    def x(self) -> Tensor:
+        _no_model()
+
+    @x.setter
+    def x(self, value: Tensor) -> None:
+        _no_model()
+
+
+def _no_model() -> NoReturn:
+    raise RuntimeError(
+        "on_exchange has no clients.x: assign what you need of it to an Exchanged, a Scratch or a "
+        "ClientState in on_local_end"
+    )

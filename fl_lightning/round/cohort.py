@@ -72,20 +72,16 @@ class Cohort:
 
     @property
     def m(self) -> int:
-        """Registered clients."""
         return int(self.data.num_clients)
 
     @property
     def most(self) -> int:
-        """Return the largest number of clients that a round can have."""
         if self.quick:
             return 1
         return self.n if self.sampling == "uniform" else self.m
 
     def participants(self, t: int) -> tuple[int, ...]:
-        """Return the clients sampled in round t, ascending; the same in every process and after
-        a resume.
-        """
+        """Clients sampled in round t, ascending; the same in every process and after a resume."""
         sampled = self._sampled(t)
         if not self.quick:
             return sampled
@@ -93,7 +89,6 @@ class Cohort:
         return (sampled or (0,))[:1]
 
     def there(self, t: int) -> Sequence[int]:
-        """Return the clients that can take part in round t, ascending."""
         there = None if self.heterogeneity is None else self.heterogeneity.there(t)
         return range(self.m) if there is None else there.tolist()
 
@@ -123,7 +118,6 @@ class Cohort:
         return self._number(drawn_from(self.key, "participants", t), len(self.there(t)))
 
     def _number(self, draw: Generator, m: int) -> int:
-        """Return how many of m clients are drawn."""
         n = self.n
         if self.sampling == "uniform":
             return n
@@ -134,11 +128,9 @@ class Cohort:
         return heads if self.sampling == "poisson" else max(min(1, m), heads)
 
     def steps(self, i: int, t: int = 0) -> int:
-        """Return K_i: local steps of client i in round t."""
         return self.steps_in(t, [i])[i]
 
     def steps_in(self, t: int, ids: Sequence[int]) -> dict[int, int]:
-        """Return K_i of each of these clients in round t."""
         if self.own_steps is not None:
             steps = dict(zip(ids, self.own_steps(t, ids), strict=True))
         else:
@@ -149,14 +141,11 @@ class Cohort:
 
     @property
     def equal_steps(self) -> bool:
-        """Return whether all clients take the same number of local steps, in every round."""
         set_for_all = self.local_steps is not None and self.own_steps is None
         return set_for_all and self.heterogeneity is None
 
     def steps_tried(self, i: int) -> int:
-        """Return the steps for a trial before round 0: K_i, and a few if a method may give more
-        later.
-        """
+        """Steps for a trial before round 0: K_i, and a few if a method may give more later."""
         if self.own_steps is None:
             return self.steps(i)
         return max(self.steps(i), 2 * int(self.data.batches_per_epoch(i)) + 1)
@@ -200,7 +189,6 @@ class Cohort:
         return smallest
 
     def sizes(self, ids: Iterable[int]) -> dict[int, int]:
-        """Return N_i: samples of each of these clients."""
         sizes = self.data.client_sizes()
         return {i: int(sizes[i]) for i in ids}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +53,6 @@ class ClientRates:
 
     @property
     def by_step(self) -> bool:
-        """Return whether the learning rate changes within a client's round."""
         return self.schedule is not None and self.schedule.by_step
 
     def in_round(self, t: int, factor: float, steps: Collection[int]) -> ClientRates:
@@ -91,7 +90,6 @@ class ClientRates:
         return self.schedule[step if self.schedule.by_step else self.entry]
 
     def of_client(self, steps: int) -> ClientRates:
-        """Return the rates of a client that takes so many steps in this round."""
         if self.schedule is None or self.schedule.another is None:
             return self
         return replace(self, schedule=self.schedule.of_client(steps))
@@ -106,10 +104,7 @@ class ClientRates:
         return torch.tensor(sums, dtype=steps.dtype, device=steps.device).view_as(steps)
 
     def require_one(self, caller: str) -> None:
-        """Refuse several rates or weight decays if a method takes a single one for all parameters.
-
-        ``caller``: that method.
-        """
+        """Refuse several rates or weight decays if ``caller``, a method, takes a single one."""
         if self.several:
             raise UserError(
                 "the client optimizer has parameter groups with several values of "
@@ -118,10 +113,7 @@ class ClientRates:
             )
 
     def require_known_momentum(self, caller: str) -> None:
-        """Refuse momentum of another kind if a method computes with ρ.
-
-        ``caller``: that method.
-        """
+        """Refuse momentum of another kind if ``caller``, a method, computes with ρ."""
         self.require_constant(caller)
         if self.momentum and self.other_momentum:
             raise UserError(
@@ -147,23 +139,12 @@ class ClientRates:
 
 
 def several_in(groups: list[dict[str, Any]]) -> str:
-    """Return the setting in which parameter groups differ, with its values; empty if there is
-    none.
-    """
+    """Setting in which parameter groups differ, with its values; empty if there is none."""
     for setting in ("lr", "weight_decay"):
         values = sorted({float(group.get(setting, 0)) for group in groups})
         if len(values) > 1:
             return f"{setting} ({', '.join(f'{value:g}' for value in values)})"
     return ""
-
-
-class InStep(Protocol):
-    """The local step that the clients take together now."""
-
-    index: Any
-    first: bool  # of a client's
-
-    def gradient_at(self, x: Tensor) -> Tensor: ...
 
 
 # (group, x, which samples) -> columns (n, 1) by name
@@ -175,38 +156,35 @@ class Round:
     """Round t: its participants, the model from which they train, and their rates.
 
     Args:
-        ids: the participants, ascending.
+        ids: the participants, ascending; none until they are chosen.
         steps, sizes, weights: K_i, N_i and the aggregation weights (not normalised), by client.
-        num_clients: number of registered clients m.
         w, w0, evaluated: w^t, w^0 (None if no state starts from it) and the model evaluated last,
             each ``(D,)``.
-        buffers: the server's buffers, by name.
         read: ``(key, client)`` → a committed row, or None.
         server_states: committed states, by key.
         optimizer_rows: keys of the rows that hold client optimizers.
         parts: parts with their own averaging periods, or None.
-        seed: the run's.
         all_sizes: numbers of samples ``(m,)`` of all clients.
         steps_of: ``(client, epochs)`` → local steps of so many epochs.
+        steps_in: clients → K_i of each in this round, whether or not it takes part.
         epoch_batches: client → batches of an epoch.
         home: ``(key, client)`` → a committed row of a client whose rows this process keeps, or
             None.
         own_buffers: buffers that each client keeps as its own, by name.
         noise: the source of noise that nobody else may compute; None: no method needs it.
+        noise_of_clients: the same, for noise that clients add.
         trained: ``(D,)`` bool, the coordinates that every client of the round trains; None: all, or
             clients differ.
+        server_moves: whether the server may change coordinates that clients do not train.
         sent: the last round in which each client was sent w, if a method depends on it.
         base_due: ``(round, last round)`` → how many numbers of the base a client lacks; None: no
             method changes the base.
         current_w: the server's model ``(D,)`` in this round, if these clients begin at an earlier
             one.
+        outputs: ``(vector, x)`` → the learner's outputs at the server; None: not at the server.
     """
 
     t: int
-    ids: list[int]
-    steps: dict[int, int]
-    sizes: dict[int, int]
-    weights: dict[int, float]
     num_clients: int
     w: Tensor
     w0: Tensor | None
@@ -216,24 +194,30 @@ class Round:
     rates: ClientRates
     read: Callable[[str, int], Tensor | None]
     server_states: Mapping[str, Tensor]
+    ids: list[int] = field(default_factory=list)
+    steps: dict[int, int] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
+    weights: dict[int, float] = field(default_factory=dict)
     optimizer_rows: list[str] = field(default_factory=list)
     parts: Parts | None = None
     seed: int = 0
     all_sizes: Callable[[], Any] | None = None
     steps_of: Callable[[int, float], int] | None = None
+    steps_in: Callable[[Collection[int]], dict[int, int]] | None = None
     epoch_batches: Callable[[int], int] | None = None
     home: Callable[[str, int], Tensor | None] | None = None
     own_buffers: Collection[str] = ()
     noise: Key | None = None
+    noise_of_clients: Key | None = None
     trained: Tensor | None = None
+    server_moves: bool = False
     sent: Mapping[int, int] = field(default_factory=dict)
     base_due: Callable[[int, int | None], int] | None = None
     current_w: Tensor | None = None
+    outputs: Callable[[Tensor, Any], Any] | None = None
 
     def buffers_of(self, client: int) -> Mapping[str, Tensor]:
-        """Return the buffers with which a client starts: the server's, or its own if it kept
-        some.
-        """
+        """Buffers with which a client starts: the server's, or its own if it kept some."""
         if not self.own_buffers:
             return self.buffers
         buffers = dict(self.buffers)
@@ -266,9 +250,7 @@ class Round:
 
     @cached_property
     def lent(self) -> list[tuple[str, Tensor]]:
-        """Return the run's vectors that hooks of clients get without a copy, by their names in
-        hooks.
-        """
+        """The run's vectors that hooks of clients get without a copy, by their names in hooks."""
         lent = [
             ("clients.w", self.w),
             ("clients.evaluated", self.evaluated),

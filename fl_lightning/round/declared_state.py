@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
 
+from fl_lightning.accepted import Above, AtLeast, AtMost, Below, Bound, check
 from fl_lightning.errors import UserError
-from fl_lightning.learner.layout import Layout
 from fl_lightning.schedules import LARGEST, Schedule
 
 if TYPE_CHECKING:
@@ -25,69 +25,6 @@ if TYPE_CHECKING:
 # parameters.
 Shape = tuple[int | str, ...]
 Initial = Literal["zeros", "initial_model", "current_model"] | Callable[[Tensor], Tensor | float]
-
-
-class Staging(Protocol):
-    """The round's transaction, in the form that declarations use."""
-
-    @property
-    def t(self) -> int: ...
-    @property
-    def w(self) -> Tensor: ...
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def trained_by_all(self) -> Tensor | None: ...
-    def server_state(self, key: str, declaration: Declaration) -> Tensor: ...
-    def set_server_state(self, key: str, declaration: Declaration, value: Tensor) -> None: ...
-    def uploaded(self, key: str, declaration: Upload) -> tuple[Tensor, int]: ...
-    def uploaded_weighted(self, key: str, declaration: Upload) -> Tensor: ...
-    def refuse_outsiders(self, what: str) -> None: ...
-
-
-class Owner(Protocol):
-    """The callback that declares the state."""
-
-    @property
-    def role(self) -> str: ...
-
-    @property
-    def _transaction(self) -> Staging: ...
-    def has(self, hook: str) -> bool: ...
-    def declarations(self) -> dict[str, Declaration]: ...
-
-
-class GroupLike(Protocol):
-    """Clients that train together."""
-
-    def read(self, key: str, declaration: PerClient) -> Tensor: ...
-    def write(self, key: str, declaration: PerClient, value: Tensor) -> None: ...
-    def upload(self, key: str, declaration: Upload, value: Tensor) -> None: ...
-
-
-class ClientsLike(Protocol):
-    """A group of clients, in the form that hooks see."""
-
-    @property
-    def _group(self) -> GroupLike: ...
-
-
-class Staged(Protocol):
-    """The server."""
-
-    def committed(
-        self, key: str, declaration: Declaration, ids: Tensor | Sequence[int]
-    ) -> Tensor: ...
-    def staged(self, key: str, declaration: Declaration) -> Iterator[tuple[Tensor, Tensor]]: ...
-
-
-class Start(Protocol):
-    """The facts of a round with which state begins."""
-
-    @property
-    def w(self) -> Tensor: ...
-    @property
-    def initial_model(self) -> Tensor: ...
 
 
 class Declaration:
@@ -144,19 +81,15 @@ class Declaration:
         return False
 
     def bytes(self, w: Tensor) -> int:
-        """Return the bytes of a whole value in a run with this model."""
         size = (self.dtype or w.dtype).itemsize
         return size * math.prod(self.sized(w.numel()))
 
     def zeros(self, w: Tensor) -> Tensor:
-        """Return a value of zeros in a run with this model."""
         size = self.sized(w.numel())
         return torch.zeros(size, dtype=self.dtype or w.dtype, device=w.device)
 
-    def first(self, round: Start) -> Tensor:
-        """Return the value before it was ever written; with several rows it is the value of
-        each.
-        """
+    def first(self, round: Any) -> Tensor:
+        """Value before it was ever written; with several rows it is the value of each."""
         if self.initial == "zeros":
             return self.zeros(round.w)
         if callable(self.initial):
@@ -189,10 +122,8 @@ class Declaration:
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def of(self, callback: Owner) -> Self:
-        """Return the declaration with the callback's numbers instead of their names in
-        ``shape``.
-        """
+    def of(self, callback: Any) -> Self:
+        """Declaration with the callback's numbers instead of their names in ``shape``."""
         names = [size for size in self.shape or () if isinstance(size, str) and size != "D"]
         if self.shape is None or not names:
             return self
@@ -239,11 +170,7 @@ class State(Declaration):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(shape, dtype)
-        if not callable(initial) and initial not in ("zeros", "initial_model", "current_model"):
-            raise UserError(
-                f"initial={initial!r} is not known; accepted are 'zeros', 'initial_model' (w^0), "
-                "'current_model' (w^t when first read), or a function of w."
-            )
+        check("initial", initial, Initial)
         self.initial = initial
         self.synchronised = synchronised
 
@@ -254,8 +181,8 @@ class PerClient(Declaration):
     @overload
     def __get__(self, callback: None, owner: type) -> Self: ...
     @overload
-    def __get__(self, callback: Owner, owner: type) -> StateRows: ...
-    def __get__(self, callback: Owner | None, owner: type) -> Self | StateRows:
+    def __get__(self, callback: Any, owner: type) -> StateRows: ...
+    def __get__(self, callback: Any, owner: type) -> Any:
         return self if callback is None else StateRows(callback, self.of(callback))
 
 
@@ -301,8 +228,15 @@ class ClientState(State, PerClient):
 
 
 class Scratch(PerClient):
-    """Rows ``self.name[clients]`` of one round, zeros at its start; they are neither saved nor
-    sent.
+    """Rows ``self.name[clients]`` of one round, at first zeros; they are not saved or sent."""
+
+
+class Exchanged(PerClient):
+    """A value that clients exchange with their neighbours, in runs without a server.
+
+    Clients assign ``self.name[clients]`` in ``on_local_end``. In ``on_exchange`` it is what a
+    client got: Σ_j V_ij value_j, over its neighbours j and itself, with the weights of
+    :class:`Neighbourhood`. It counts as sent once per message, and is not kept.
     """
 
 
@@ -344,8 +278,8 @@ class ServerState(State):
     @overload
     def __get__(self, callback: None, owner: type) -> Self: ...
     @overload
-    def __get__(self, callback: Owner, owner: type) -> Tensor: ...
-    def __get__(self, callback: Owner | None, owner: type) -> Self | Tensor:
+    def __get__(self, callback: Any, owner: type) -> Tensor: ...
+    def __get__(self, callback: Any, owner: type) -> Any:
         if callback is None:
             return self
         key = self.key(callback)
@@ -355,7 +289,7 @@ class ServerState(State):
             callback._transaction.refuse_outsiders(key)
         return callback._transaction.server_state(key, self.of(callback))
 
-    def __set__(self, callback: Owner, value: Tensor) -> None:
+    def __set__(self, callback: Any, value: Tensor) -> None:
         callback._transaction.set_server_state(self.key(callback), self.of(callback), value)
 
 
@@ -399,39 +333,35 @@ class Upload(Declaration):
     @overload
     def __get__(self, callback: None, owner: type) -> Self: ...
     @overload
-    def __get__(self, callback: Owner, owner: type) -> UploadSums: ...
-    def __get__(self, callback: Owner | None, owner: type) -> Self | UploadSums:
+    def __get__(self, callback: Any, owner: type) -> UploadSums: ...
+    def __get__(self, callback: Any, owner: type) -> Any:
         return self if callback is None else UploadSums(callback, self.of(callback))
 
 
 class StateRows:
     """``self.name`` of a :class:`ClientState` or :class:`Scratch`, with rows by ``[clients]``."""
 
-    def __init__(self, callback: Owner, declaration: PerClient) -> None:
+    def __init__(self, callback: Any, declaration: PerClient) -> None:
         self._key = declaration.key(callback)
         self._declaration = declaration
 
-    def __getitem__(self, clients: ClientsLike) -> Tensor:
-        if not hasattr(clients, "_group"):
-            name = self._key.rpartition(".")[2]
-            raise TypeError(
-                f"{self._key}[clients] takes the clients of a hook. In a hook that takes server, "
-                f"self.{name}.rows(server, ids) are committed rows, and self.{name}.staged(server) "
-                "those of this round"
-            )
-        return clients._group.read(self._key, self._declaration)
+    def __getitem__(self, clients: Any) -> Tensor:
+        rows: Tensor = clients._group.read(self._key, self._declaration)
+        return rows
 
-    def __setitem__(self, clients: ClientsLike, value: Tensor) -> None:
+    def __setitem__(self, clients: Any, value: Tensor) -> None:
         clients._group.write(self._key, self._declaration, value)
 
-    def staged(self, server: Staged) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return ``(ids, rows)`` that were written in this round, ascending; for ``on_round_end``.
+    def staged(self, server: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """``(ids, rows)`` of this round, ascending, in every process; for ``on_round_end``.
 
-        The rows are the same in every process.
+        The hook may change the rows in place, each before it takes the next, by what is the same in
+        every process: the run commits the change.
         """
-        return server.staged(self._key, self._declaration)
+        staged: Iterator[tuple[Tensor, Tensor]] = server.staged(self._key, self._declaration)
+        return staged
 
-    def rows(self, server: Staged, ids: Tensor | Sequence[int]) -> Tensor:
+    def rows(self, server: Any, ids: Tensor | Sequence[int]) -> Tensor:
         """Return committed rows ``(k, …)`` of these clients, in hooks that take ``server``.
 
         The rows are the same in every process. A client without a row has the initial value. Rows
@@ -442,20 +372,19 @@ class StateRows:
                 f"{self._declaration.name} exists for one round only, and has no committed rows. "
                 "Use a ClientState"
             )
-        return server.committed(self._key, self._declaration, ids)
+        committed: Tensor = server.committed(self._key, self._declaration, ids)
+        return committed
 
 
 class UploadSums:
-    """``self.name`` of an :class:`Upload`: clients assign to it, and the server reads its mean
-    or sum.
-    """
+    """``self.name`` of an :class:`Upload`: clients assign it, the server reads mean or sum."""
 
-    def __init__(self, callback: Owner, declaration: Upload) -> None:
+    def __init__(self, callback: Any, declaration: Upload) -> None:
         self._callback = callback
         self._key = declaration.key(callback)
         self._declaration = declaration
 
-    def __setitem__(self, clients: ClientsLike, value: Tensor) -> None:
+    def __setitem__(self, clients: Any, value: Tensor) -> None:
         clients._group.upload(self._key, self._declaration, value)
 
     def sum(self) -> Tensor:
@@ -469,10 +398,14 @@ class UploadSums:
 
     def weighted(self) -> Tensor:
         """Return the p_i-weighted mean over the clients that finished."""
-        return self._callback._transaction.uploaded_weighted(self._key, self._declaration)
+        transaction = self._callback._transaction
+        weighted: Tensor = transaction.uploaded_weighted(self._key, self._declaration)
+        return weighted
 
     def _total(self) -> tuple[Tensor, int]:
-        return self._callback._transaction.uploaded(self._key, self._declaration)
+        transaction = self._callback._transaction
+        total: tuple[Tensor, int] = transaction.uploaded(self._key, self._declaration)
+        return total
 
 
 class Coefficient:
@@ -495,10 +428,13 @@ class Coefficient:
         infinite: bool = False,
         least: float | None = None,
     ) -> None:
-        self.least = least
-        self.above = above
-        self.below = below
-        self.infinite = infinite
+        lower: Bound = AtLeast(-LARGEST if least is None else least)
+        if above is not None:
+            lower = Above(above)
+        upper: Bound = AtMost(math.inf if infinite else LARGEST)
+        if below is not None:
+            upper = Below(below)
+        self.accepted: Any = Annotated[float, lower, upper] | Schedule
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -511,40 +447,10 @@ class Coefficient:
             return value
         # A schedule may leave its bounds in any round, so it is checked when it is read.
         number = float(value(callback._transaction.t))
-        self._check(callback, number, f"{value!r}, {number:g} in round {callback._transaction.t},")
+        kind = type(callback).__name__
+        check(f"{kind}: in round {callback._transaction.t}, {self.name}", number, self.accepted)
         return number
 
     def __set__(self, callback: Any, value: float | Schedule) -> None:
-        if not isinstance(value, Schedule):
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not self._is_possible(value):
-                raise UserError(
-                    f"{type(callback).__name__}: {self.name}={value!r} is not a number in single "
-                    "precision; accepted are a finite number or a schedule, for example "
-                    f"{self.name}=0.1 or Exponential(0.99)."
-                )
-            self._check(callback, value, repr(value))
+        check(f"{type(callback).__name__}: {self.name}", value, self.accepted)
         callback.__dict__[self.name] = value
-
-    def _is_possible(self, value: float) -> bool:
-        return abs(value) <= LARGEST or (self.infinite and value == math.inf)
-
-    def _check(self, callback: object, value: float, shown: str) -> None:
-        low = self.above
-        high = self.below
-        inside = (low is None or value > low) and (high is None or value < high)
-        inside = inside and (self.least is None or value >= self.least)
-        if inside and self._is_possible(value):
-            return
-        bounds = []
-        if self.least is not None:
-            bounds.append(f"from {self.least:g}")
-        if low is not None:
-            bounds.append(f"above {low:g}")
-        if high is not None:
-            bounds.append(f"below {high:g}")
-        accepted = " and ".join(bounds) or "finite"
-        raise UserError(
-            f"{type(callback).__name__}: {self.name}={shown} is not accepted; it has to be "
-            f"{accepted}."
-        )

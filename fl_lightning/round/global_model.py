@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -11,11 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fl_lightning.errors import UserError
 from fl_lightning.learner.buffers import buffer_values
 from fl_lightning.learner.layout import Layout, flatten, tie, trainable
-from fl_lightning.learner.modules import IN_STEPS, deep_copied, lent_logs, lightning_modules
+from fl_lightning.learner.modules import (
+    IN_STEPS,
+    deep_copied,
+    lent_logs,
+    lightning_modules,
+    modes,
+    overrides,
+)
 from fl_lightning.learner.parameters import (
     Slots,
     check_learner_parameters,
@@ -67,23 +75,19 @@ class GlobalModel:
 
     @property
     def layout(self) -> Layout:
-        """Return ``{parameter name: (slice, shape)}`` of the global vector."""
         self.build()
         assert self._layout is not None
         return self._layout
 
     @property
     def w(self) -> Tensor:
-        """The server's model ``(D,)``."""
         self.build()
         assert self._w is not None
         return self._w
 
     @property
     def evaluated(self) -> Tensor:
-        """Return the model ``(D,)`` that is evaluated and exported: w, unless a method
-        evaluates another model.
-        """
+        """The model ``(D,)`` that is evaluated and exported: w, unless a method changes that."""
         return self.w if self._evaluated is None else self._evaluated
 
     def hold(self, buffers: Mapping[str, Tensor]) -> None:
@@ -92,14 +96,10 @@ class GlobalModel:
         self.round_start = RoundStart(self.w.detach(), self._evaluated, buffers)
 
     def committed(self) -> RoundStart:
-        """Return the model after the last committed round."""
         return self.round_start or RoundStart(self.w.detach(), self._evaluated, self.buffers())
 
     def build(self, again: bool = False) -> None:
-        """Lay the learner's parameters out in one vector and tie them to it.
-
-        ``again``: Lightning may have moved them to other memory.
-        """
+        """Tie the parameters to one vector; ``again``: Lightning may have moved them."""
         if self._w is not None and not again:
             return
         parameters = [p for _, p in trainable(self.learner)]
@@ -119,7 +119,6 @@ class GlobalModel:
         tie(parameters, self._layout.views(self.evaluated.detach()))
 
     def _is_tied(self, parameters: Sequence[Tensor]) -> bool:
-        """Return whether w has the memory of the parameters, and they are views of it."""
         assert self._layout is not None and self._w is not None
         first = parameters[0]
         if self._w.device != first.device or self._w.dtype != first.dtype:
@@ -142,51 +141,53 @@ class GlobalModel:
             self._w.data = flat
             self._evaluated = None
 
+    def outputs(self, vector: Tensor, x: Any, buffers: Mapping[str, Tensor]) -> Any:
+        """Return what the learner's forward gives for ``x`` with the parameters ``vector`` ``(D,)``
+        and these buffers, in evaluation mode; nothing of the learner changes.
+
+        Raises:
+            UserError: the learner has no forward.
+        """
+        if not overrides(self.learner, "forward"):
+            raise UserError(
+                f"server.outputs: {type(self.learner).__name__} has no forward. Write "
+                "forward(self, x), which returns what the method needs, such as logits."
+            )
+        views: list[Any] = [_DenseGradient.apply(view) for view in self.layout.views(vector)]
+        values = dict(zip(self.layout, views, strict=True))
+        # Copies, because a forward may write its buffers.
+        values |= {name: buffer.clone() for name, buffer in buffers.items()}
+        if isinstance(x, Tensor):
+            x = x.to(vector) if x.is_floating_point() else x.to(vector.device)
+        before = modes(self.learner)
+        self.learner.eval()
+        try:
+            return functional_call(self.learner, values, (x,))
+        finally:
+            for part, training in before:
+                part.training = training
+
     def evaluate_at(self, vector: Tensor | None) -> None:
-        """From now on evaluate and export ``vector`` (None: w)."""
         if vector is None and self._evaluated is None:
             return
         self._evaluated = vector
         tie(self._laid_out(self.learner), self.layout.views(self.evaluated.detach()))
 
     def _laid_out(self, learner: nn.Module) -> list[nn.Parameter]:
-        """Return the learner's parameters that the vector holds, which a step may have left
-        frozen.
-        """
         named = dict(learner.named_parameters())
         return [named[name] for name in self.layout]
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return copies of the learner's buffers by name."""
         return buffer_values(self.learner, self.as_buffers)
 
     def set_buffers(self, values: Mapping[str, Tensor]) -> None:
-        """Copy values into the learner's buffers of these names."""
         set_buffers(self.learner, values, self.as_buffers)
 
     def move_to(self, w: Tensor, evaluated: Tensor | None, buffers: Mapping[str, Tensor]) -> None:
-        """Set w, the evaluated model (None: w) and buffers, by value."""
         with torch.no_grad():
             self.w.copy_(w)
         self.evaluate_at(evaluated)
         self.set_buffers(buffers)
-
-    def copied(self, names: Collection[str]) -> RoundStart:
-        """Return copies of w, the evaluated model, the buffers, and frozen parameters of these
-        names.
-        """
-        parameters = dict(self.learner.named_parameters())
-        frozen = parameters.keys() & set(names) - self.layout.keys()
-        evaluated = None if self._evaluated is None else self._evaluated.detach().clone()
-        buffers = buffer_values(self.learner, tuple(frozen))
-        return RoundStart(self.w.detach().clone(), evaluated, buffers)
-
-    def put_back(self, copied: RoundStart) -> None:
-        """Set all that :meth:`copied` returned."""
-        self.build(again=True)
-        set_buffers(self.learner, copied.buffers, tuple(copied.buffers))
-        evaluated = copied.evaluated
-        self.move_to(copied.w, None if evaluated is None else evaluated.to(self.w), {})
 
     def hyper_parameters(self, learner: Any = None) -> dict[str, Any]:
         """Return the arguments that ``load_from_checkpoint`` gives to the learner's class.
@@ -196,11 +197,7 @@ class GlobalModel:
         learner = self.learner if learner is None else learner
         if self.config:
             return {"hyper_parameters": dict(self.config)}
-        hparams = learner.hparams
-        if isinstance(hparams, dict):
-            entries = {"hyper_parameters": dict(hparams)}
-        else:
-            entries = _of_omegaconf(hparams)
+        entries = {"hyper_parameters": dict(learner.hparams)}
         name = getattr(learner, "_hparams_name", None)
         return entries if name is None else {"hparams_name": name, **entries}
 
@@ -266,11 +263,6 @@ class GlobalModel:
             self.move_to(state["w"], state["evaluated"], state["buffers"])
 
     def copied_learner(self) -> Any:
-        """Return a copy that knows no Trainer and shares no memory.
-
-        Raises:
-            UserError: a part of the learner cannot be copied.
-        """
         trainers = {
             id(part._trainer): None
             for part in lightning_modules(self.learner)
@@ -279,11 +271,7 @@ class GlobalModel:
         # deepcopy does not copy the objects in its memo: a Trainer becomes None. Objects that an
         # engine lent to the learner for its steps are carried over, and removed below.
         lent = lent_logs(self.learner)
-        memo = {**trainers, **lent}
-        try:
-            learner = deep_copied(self.learner, dict(memo))
-        except Exception as error:
-            raise _uncopyable(self.learner, memo, error) from error
+        learner = deep_copied(self.learner, {**trainers, **lent})
         for part in learner.modules() if lent else ():
             for name in [n for n in IN_STEPS if id(vars(part).get(n)) in lent]:
                 del part.__dict__[name]
@@ -293,27 +281,20 @@ class GlobalModel:
         return learner
 
 
-def _uncopyable(learner: Any, memo: Mapping[int, Any], error: Exception) -> UserError:
-    part = ""
-    for name, child in learner.named_children():
-        try:
-            deep_copied(child, dict(memo))
-        except Exception:
-            part = f", because its part {name} ({type(child).__name__}) cannot"
-            break
-    return UserError(
-        f"learner {type(learner).__name__} cannot be copied{part} ({type(error).__name__}: "
-        f"{str(error)[:100]}), which export() and a copy of the module need. Give that part a "
-        "__deepcopy__, or save the weights themselves: "
-        "torch.save(module.learner.state_dict(), path)."
-    )
+class _DenseGradient(torch.autograd.Function):
+    """The identity; an embedding's gradient may be sparse, which a view cannot pass on."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.to_dense()
 
 
 def set_buffers(learner: Any, values: Mapping[str, Tensor], as_buffers: tuple[str, ...]) -> None:
-    """Copy values into a learner's buffers of these names.
-
-    ``as_buffers``: the frozen parameters that its steps write, which count as buffers here, too.
-    """
+    """Copy values into a learner's buffers, and into frozen parameters ``as_buffers``, by name."""
     for name, buffer in learner.named_buffers():
         if name in values:
             buffer.copy_(values[name])
@@ -324,7 +305,6 @@ def set_buffers(learner: Any, values: Mapping[str, Tensor], as_buffers: tuple[st
 
 @contextmanager
 def _attached(learner: Any, trainer: Any) -> Iterator[None]:
-    """Within this context the learner and the LightningModules in it have this Trainer."""
     parts = [(part, part._trainer) for part in lightning_modules(learner)]
     for part, _ in parts:
         part._trainer = trainer
@@ -333,7 +313,3 @@ def _attached(learner: Any, trainer: Any) -> Iterator[None]:
     finally:
         for part, own_trainer in parts:
             part._trainer = own_trainer
-
-
-def _of_omegaconf(container: Any) -> dict[str, Any]:
-    return {"hyper_parameters": container, "hparams_type": type(container)}

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.accepted import NonNegativeFloat, PositiveInt, check
 from fl_lightning.errors import UserError
 from fl_lightning.learner.adapters import Adapter
 from fl_lightning.learner.layout import Layout
@@ -35,26 +35,18 @@ class Ranks:
         UserError: it has another form.
     """
 
-    def __init__(self, given: Any, method: str) -> None:
+    def __init__(self, given: Sequence[int] | Mapping[int, float] | None, method: str) -> None:
+        option = f"{method}: ranks"
+        check(option, given, Sequence[PositiveInt] | Mapping[int, NonNegativeFloat] | None)
         self.method = method
         self.listed: list[int] | None = None
         self.shares: tuple[tuple[float, int], ...] = ()
-        if given is None:
-            return
-        try:
-            if isinstance(given, Mapping):
-                self.shares = tuple((float(share), _whole(rank)) for rank, share in given.items())
-            elif isinstance(given, Sequence) and not isinstance(given, str):
-                self.listed = [_whole(rank) for rank in given]
-            else:
-                raise ValueError
-        except (TypeError, ValueError):
-            raise UserError(
-                f"{method}: ranks={given!r} is neither a list with one whole number per client nor "
-                "a mapping {rank: share of the clients}, such as ranks={2: 0.5, 8: 0.5}."
-            ) from None
-        if self.shares:
-            Tiers([(share, float(rank)) for share, rank in self.shares])
+        if isinstance(given, Mapping):
+            check(option, list(given), Sequence[PositiveInt])
+            self.shares = tuple((float(share), rank) for rank, share in given.items())
+            Tiers(self.shares)
+        elif given is not None:
+            self.listed = list(given)
 
     def check(self, layout: Layout, num_clients: int) -> None:
         """Refuse ranks that the learner's adapters do not have.
@@ -65,7 +57,7 @@ class Ranks:
         largest = largest_rank(layout)
         ranks = self.listed if self.listed is not None else [rank for _, rank in self.shares]
         for rank in ranks:
-            if not 1 <= rank <= largest:
+            if rank > largest:
                 raise UserError(
                     f"{self.method}: ranks has {rank}; the learner's adapters have rank "
                     f"{largest}, so accepted are 1 to {largest}."
@@ -79,7 +71,6 @@ class Ranks:
 
     @property
     def equal(self) -> bool:
-        """Return whether all clients train all rows and columns."""
         return self.listed is None and not self.shares
 
     def all(self, seed: int, m: int, layout: Layout) -> Tensor:
@@ -91,21 +82,13 @@ class Ranks:
         return torch.full((m,), largest_rank(layout))
 
     def of(self, clients: Clients) -> Tensor:
-        """Return the clients' ranks ``(n,)``, int64."""
         seed = clients._group.round.seed
         ranks = self.all(seed, clients.num_clients, clients.layout)
         return to_device(ranks, clients.x.device)[clients.ids]
 
     def at(self, server: Server) -> Tensor:
-        """Return the ranks of the clients that finished ``(n,)``, int64."""
         ranks = self.all(server._round.seed, server.num_clients, server.layout)
         return ranks.to(server.w.device)[server.ids]
-
-
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or int(value) != float(value):
-        raise ValueError
-    return int(value)
 
 
 @lru_cache
@@ -134,9 +117,7 @@ def numbers(layout: Layout, device: torch.device | None = None) -> Tensor:
 
 
 def mask(layout: Layout, ranks: Tensor) -> Tensor:
-    """Return ``(n, D)`` bool: the first ``ranks`` ``(n,)`` rows and columns, and all other
-    coordinates.
-    """
+    """``(n, D)`` bool: the first ``ranks`` ``(n,)`` rows and columns, and all other coordinates."""
     return numbers(layout, ranks.device) < ranks[:, None]
 
 
@@ -193,7 +174,6 @@ class Received:
         return torch.cat(lefts, dim=1), torch.cat(rights)
 
     def products(self, adapter: Adapter) -> list[Tensor]:
-        """B_i A_i of each client."""
         pairs = [adapter.matrices(row) for row in self.x]
         return [b @ a for a, b in pairs]
 
@@ -228,9 +208,7 @@ def cut(left: Tensor, right: Tensor, rank: int, a: Tensor) -> tuple[Tensor, Tens
 
 
 def _svd(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the singular value decomposition of left @ right, computed from a small matrix if
-    possible.
-    """
+    """Singular value decomposition of left @ right, computed from a small matrix if possible."""
     if left.shape[1] >= min(left.shape[0], right.shape[1]):
         u, sigma, vt = torch.linalg.svd(left @ right, full_matrices=False)
         return u, sigma, vt

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from fl_lightning.accepted import PositiveInt, check
 from fl_lightning.errors import UserError
 
 COPY = "parts.x"
@@ -43,18 +44,8 @@ class Parts:
         self.masks: list[Tensor] = []
         self.periods: list[int | None] = []
         for mask, period in parts:
-            if period is not None and (
-                isinstance(period, bool) or int(period) != period or period < 1
-            ):
-                raise UserError(
-                    f"periods: {period!r} is not a number of rounds; accepted are integers from 1, "
-                    "or 'never'."
-                )
-            if (
-                mask.shape != (size,)
-                or mask.dtype != torch.bool
-                or bool((covered & mask.cpu()).any())
-            ):
+            check("periods", period, PositiveInt | None)
+            if mask.shape != (size,) or bool((covered & mask.cpu()).any()):
                 raise UserError(
                     "parts: each part is a (D,) bool mask, and no coordinate lies in two of them."
                 )
@@ -62,8 +53,6 @@ class Parts:
             if period != 1 and bool(mask.any()):
                 self.masks.append(mask.to(device))
                 self.periods.append(period)
-        # What the server state AVERAGED has to be like.
-        self.like = {AVERAGED: torch.zeros(len(self.masks), dtype=torch.int64)}
         self.kept = torch.zeros(size, dtype=torch.bool, device=device)
         for mask in self.masks:
             self.kept |= mask
@@ -80,19 +69,13 @@ class Parts:
         return averaged
 
     def last_averaged(self, t: int, states: Mapping[str, Tensor]) -> list[int]:
-        """Return for each part the last round before t in which it was averaged; -1: none.
-
-        ``states``: the server's.
-        """
+        """For each part the last round before t in which it was averaged; -1: none."""
         if AVERAGED in states:
             return [int(round) for round in states[AVERAGED]]
         return [-1 if period is None else t // period * period - 1 for period in self.periods]
 
     def pending(self, t: int, states: Mapping[str, Tensor]) -> Tensor:
-        """Return ``(D,)`` bool: coordinates of the parts that were not averaged in round t.
-
-        ``states``: the server's after round t.
-        """
+        """``(D,)`` bool: coordinates not averaged in round t; ``states``: after round t."""
         pending = torch.zeros_like(self.kept)
         for mask, last in zip(self.masks, self.last_averaged(t + 1, states), strict=True):
             if last != t:
@@ -100,10 +83,7 @@ class Parts:
         return pending
 
     def after(self, t: int, states: Mapping[str, Tensor], finished: bool) -> dict[str, Tensor]:
-        """Return the server state about the last averages to commit after round t.
-
-        ``finished``: whether a client finished the round.
-        """
+        """The state of last averages after round t; ``finished``: whether a client finished."""
         due = [self.due(t, period) for period in self.periods]
         if not any(due) or (finished and AVERAGED not in states):
             return {}

@@ -21,13 +21,9 @@ from fl_lightning.round.base_weights import declared_bases
 from fl_lightning.round.client_group import ClientGroup
 from fl_lightning.round.clients import Clients
 
-KINDS = {"untrained": ("given", "zero"), "averaged_over": ("holders", "all", "zeros")}
-
 
 class PartialTraining:
-    """The part of a :class:`~fl_lightning.callback.FederatedCallback` about coordinates that do
-    not change.
-    """
+    """The part of :class:`.FederatedCallback` about coordinates that do not change."""
 
     untrained: Literal["given", "zero"] = "given"
     """The values of coordinates that a client does not train: ``"given"``: those that the
@@ -43,6 +39,9 @@ class PartialTraining:
     alike: bool = False
     """Whether all clients of a round train the same coordinates."""
 
+    server_moves: ClassVar[bool] = False
+    """Whether the server's update changes coordinates that clients do not train, too."""
+
     of_trained: ClassVar[bool] = False
     """Whether its ``transmit`` works with the coordinates that all clients of a round train."""
 
@@ -56,8 +55,9 @@ class PartialTraining:
     kept under them belongs to coordinates, like a vector of D numbers.
     """
 
-    needs_adapters: ClassVar[bool] = False
-    """Whether it needs learners with adapters (LoRA). Other learners are refused before round 0."""
+    needs_adapters: ClassVar[bool | str] = False
+    """Whether it needs learners with adapters (LoRA). Other learners are refused before round 0.
+    ``"heads"``: it needs :class:`~fl_lightning.models.MultiHead`, and checks that itself."""
 
     needs_products: ClassVar[bool] = False
     """Whether it takes products B·A of the adapters at the server, in its ``aggregate``.
@@ -70,7 +70,6 @@ class PartialTraining:
         The hook is called before ``on_local_start``, and may depend only on (seed, round, client)
         and committed state. Without this hook clients train all coordinates.
         """
-        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def numbers_down(self, layout: Layout, t: int, last: int | None) -> int | None:
         """Return how many coordinates of w a client is sent in round t, if the method has a rule
@@ -89,22 +88,16 @@ class PartialTraining:
         return given
 
     def remembers_sent(self) -> bool:
-        """Return whether ``numbers_down`` depends on the round in which a client was last sent
-        w.
-        """
+        """Whether ``numbers_down`` depends on the round in which a client was last sent w."""
         return False
 
     def not_beside(self, other: Any) -> str:
-        """Return why this method cannot run together with another callback, as a clause; empty:
-        it can.
-        """
+        """Why this method cannot run together with another callback, as a clause; empty: it can."""
         return ""
 
     @staticmethod
     def kept_vector(other: Any, of_clients: bool = False) -> str:
-        """Return the first state that a callback keeps for coordinates, such as D numbers; empty
-        if it keeps none.
-        """
+        """The first state that a callback keeps for coordinates, as D numbers; empty: none."""
         about = {"D", *other.of_coordinates}
         for declared in other.declarations().values():
             kept = declared.keeps_rows or (declared.at_server and not of_clients)
@@ -120,7 +113,7 @@ class PartialTraining:
         Raises:
             UserError: it has ``needs_adapters``, but the learner has none.
         """
-        if self.needs_adapters:
+        if self.needs_adapters is True:
             check_there(layout, type(self).__name__)
         if self.needs_products:
             check_products(layout, type(self).__name__)
@@ -168,9 +161,7 @@ def mask_of(methods: Any, group: ClientGroup) -> Tensor | None:
 
 
 def mask_of_round(methods: Any, round: Any) -> Tensor | None:
-    """Return ``(D,)`` bool: the coordinates that all clients of a round train; None: the method
-    has no such rule.
-    """
+    """``(D,)`` bool: coordinates that all clients of a round train; None: there is no rule."""
     hook = methods.owner("trained")
     if hook is None or not methods.partial_training.alike:
         return None
@@ -182,30 +173,13 @@ def mask_of_round(methods: Any, round: Any) -> Tensor | None:
 
 
 def remember_sent(methods: Any) -> bool:
-    """Return whether a method depends on the round in which a client was last sent w."""
     return any(callback.remembers_sent() for callback in methods.callbacks)
 
 
 def foreseen(methods: Any, given: Tensor, layout: Layout, t: int) -> Tensor:
-    """Return the w ``(D,)`` of round t that clients expect if they were given ``given`` before."""
     for callback in methods.callbacks:
         given = callback.foreseen(given, layout, t)
     return given
-
-
-def check_declared(callback: Any) -> None:
-    """Refuse a class with unknown declarations about coordinates that do not change.
-
-    Raises:
-        UserError: it names class and attribute.
-    """
-    for attribute, accepted in KINDS.items():
-        value = getattr(callback, attribute)
-        if value not in accepted:
-            raise UserError(
-                f"method: {type(callback).__name__}.{attribute} is {value!r}; accepted are "
-                f"{' and '.join(map(repr, accepted))}."
-            )
 
 
 def check_companions(callbacks: Sequence[Any]) -> None:
@@ -215,8 +189,6 @@ def check_companions(callbacks: Sequence[Any]) -> None:
         UserError: naming both.
     """
     for callback in callbacks:
-        if callback.has("trained"):
-            check_declared(callback)
         for other in callbacks:
             if other is callback:
                 continue
@@ -268,14 +240,10 @@ def check_added(callbacks: Sequence[Any], learner: nn.Module, layout: Layout) ->
     """
     for callback in callbacks:
         if callback.needs_products:
-            changes_base = bool(declared_bases(callback))
-            check_what_is_added(learner, layout, type(callback).__name__, changes_base)
+            check_what_is_added(learner, layout, type(callback).__name__)
 
 
 def _beside_resting(callback: Any, other: Any) -> str:
-    """Return why another callback has no defined meaning with this one's mask; empty: it has
-    one.
-    """
     if other.has("parts"):
         return "both say which coordinates take part in a round"
     if callback.averaged_over == "zeros" and other.has("broadcast"):
@@ -299,7 +267,6 @@ def _beside_resting(callback: Any, other: Any) -> str:
 
 
 def _beside_restarts(other: Any) -> str:
-    """Return why another callback cannot run if coordinates have another meaning after a round."""
     if key := PartialTraining.kept_vector(other):
         return f"{key} is kept from round to round, and coordinates mean something else after each"
     return ""
@@ -322,21 +289,7 @@ def _beside_base(other: Any) -> str:
     return ""
 
 
-def notes_of_restarts(callbacks: Sequence[Any]) -> list[str]:
-    """The notes about measurements that compare models of different rounds beside a restart."""
-    restarting = [type(each).__name__ for each in callbacks if each.restarts]
-    measuring = [each for each in callbacks if each.role == "measurement"]
-    comparing = [type(each).__name__ for each in measuring if PartialTraining.kept_vector(each)]
-    return [
-        f"{name}: it compares models of different rounds, but after each round of "
-        f"{restarting[0]} the coordinates have another meaning. So its numbers do not show how "
-        "far apart the clients are"
-        for name in comparing[: len(comparing) if restarting else 0]
-    ]
-
-
 def why_not_with(callback: Any, facts: Any) -> str:
-    """Return the setting with which a method cannot run; empty if there is none."""
     if callback.restarts and facts.keeps_optimizer:
         return (
             "gives coordinates another meaning after each round, and keep_optimizer_state=True "
@@ -344,16 +297,11 @@ def why_not_with(callback: Any, facts: Any) -> str:
         )
     if not callback.restarts and not callback.needs_products:
         return ""
-    step = _other_step(facts)
-    return step and f"sets the server's model in each round, and {step}"
-
-
-def _other_step(facts: Any) -> str:
-    """Return which setting makes the server's step differ from adding the update; empty: none."""
+    sets = "sets the server's model in each round, and"
     if facts.server:
-        return f"the server optimizer is {facts.server}, and not SGD with learning rate 1"
+        return f"{sets} the server optimizer is {facts.server}, and not SGD with learning rate 1"
     if facts.server_rate != 1:
-        return "the server optimizer's learning rate is not 1 in all rounds"
+        return f"{sets} the server optimizer's learning rate is not 1 in all rounds"
     return ""
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fl_lightning.learner.layout import Layout
-from fl_lightning.round.coordinate_sums import ordered_sum
 
 # The tensors that `transmit` stores on its `clients` argument for `encode` to pack: name → (n, …).
 Message = dict[str, Tensor]
@@ -22,9 +22,7 @@ _PIECE = 2**20
 
 
 class Blocks:
-    """The parts of a vector that have a scale each: its parameter tensors, or the whole vector
-    as one part.
-    """
+    """The parts of a vector with a scale each: its parameter tensors, or the whole vector."""
 
     def __init__(self, layout: Layout, per_layer: bool) -> None:
         slices = [slice(0, layout.size)]
@@ -34,9 +32,7 @@ class Blocks:
         self.slices = [where for where in slices if where.stop > where.start]
 
     def scales(self, v: Tensor, norm: Literal["l2", "max", "mean"]) -> Tensor:
-        """Return one number per block: ``(n, D)`` → ``(n, L)``; ``"mean"``: of the absolute
-        values.
-        """
+        """One number per block: ``(n, D)`` → ``(n, L)``; ``"mean"``: of the absolute values."""
         return torch.stack([self._scales(row, norm) for row in v])
 
     def _scales(self, row: Tensor, norm: str) -> Tensor:
@@ -150,7 +146,6 @@ def check_arrays(arrays: Mapping[str, NDArray[Any]], lengths: Mapping[str, int |
 
 
 def as_tensor(array: NDArray[Any], like: Tensor) -> Tensor:
-    """Return the tensor of :func:`as_array`, with the dtype and device of ``like``, as one row."""
     values = torch.from_numpy(np.array(array))
     if like.dtype == torch.bfloat16 and values.dtype == torch.int16:
         values = values.view(torch.bfloat16)
@@ -180,3 +175,31 @@ def message_of(transmit: Transmit, method: Any, clients: Any, update: Tensor) ->
     transmit(method, clients, update)
     message: Message = vars(clients)["message"]
     return message
+
+
+# One thread sums a piece, which is too short for PyTorch to split.
+_SUMMED = 4096
+
+
+def ordered_sum(v: Tensor) -> Tensor:
+    """Return the sum of all entries of ``v``, in pieces with fixed bounds.
+
+    >>> import torch
+    >>> ordered_sum(torch.ones(10_000))
+    tensor(10000.)
+    """
+    v = v.reshape(-1)
+    # Zeros at the end do not change a sum, so each pass replaces v by the sums of its pieces.
+    while len(v) > _SUMMED:
+        v = pad(v, (0, -len(v) % _SUMMED)).view(-1, _SUMMED).sum(1)
+    return v.sum()
+
+
+def ordered_norm(v: Tensor) -> Tensor:
+    """‖v‖, summed in float64.
+
+    >>> import torch
+    >>> ordered_norm(torch.tensor([3.0, 4.0]))
+    tensor(5.)
+    """
+    return ordered_sum(v.double().square()).sqrt().to(v.dtype)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterator, Sequence
-from numbers import Number
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +14,10 @@ from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import Layout
 from fl_lightning.machine.device_memory import to_device
 from fl_lightning.machine.processes import gathered, world_size
+from fl_lightning.round.clients import HookSubject
 from fl_lightning.round.context import Round
 from fl_lightning.round.declared_state import Declaration
-from fl_lightning.round.hook_subject import HookSubject
-from fl_lightning.round.privacy_guard import refuse_outsiders
-from fl_lightning.round.transaction import RoundTransaction
+from fl_lightning.round.transaction import RoundTransaction, refuse_outsiders
 from fl_lightning.sampling import generator
 from fl_lightning.storage.secret import drawn_from
 
@@ -36,7 +34,7 @@ class Server(HookSubject):
         super().__init__()
         self._round = round
         self._transaction = transaction
-        self._update = self.w_before = self.evaluated = round.w
+        self.update = self.w_before = self.evaluated = round.w
         self.communication: dict[str, int] = {}
         self.kept_vectors = 0.0
         self.logs = transaction.logs
@@ -44,27 +42,6 @@ class Server(HookSubject):
     @property
     def w(self) -> Tensor:
         return self._round.w
-
-    @w.setter
-    def w(self, value: Tensor) -> None:
-        raise UserError(
-            f"method: {self._caller} assigns server.w, which the server's optimizer changes: the "
-            "assignment would be lost. Change server.update in on_server_update. To evaluate "
-            "another model than w, define the hook evaluated."
-        )
-
-    @property
-    def update(self) -> Tensor:
-        return self._update
-
-    @update.setter
-    def update(self, value: Tensor) -> None:
-        if not isinstance(value, Tensor) or value.shape != self._round.w.shape:
-            raise ValueError(
-                f"server.update is a tensor of shape {tuple(self._round.w.shape)}, but was given "
-                f"{_shown(value)}"
-            )
-        self._update = value
 
     @property
     def _lent(self) -> list[tuple[str, Tensor]]:
@@ -100,10 +77,21 @@ class Server(HookSubject):
         return self._round.averaged
 
     @property
+    def moves(self) -> Tensor | None:
+        """Return ``(D,)`` bool: coordinates that the server's step may change; None: all."""
+        return None if self._round.server_moves else self._round.averaged
+
+    @property
     def ids(self) -> Tensor:
         """Return the clients that finished, ascending, ``(n,)``."""
         self._guard_participants("server.ids")
         return torch.tensor(self._transaction.finished, device=self.w.device)
+
+    @property
+    def participants(self) -> Tensor:
+        """Return the clients that take part, also those that drop out, ascending, ``(k,)``."""
+        self._guard_participants("server.participants")
+        return torch.tensor(self._round.ids, dtype=torch.int64, device=self.w.device)
 
     @property
     def n(self) -> int:
@@ -113,9 +101,7 @@ class Server(HookSubject):
 
     @property
     def weights(self) -> Tensor:
-        """Return p_i of the clients that finished, in the order of ``ids``: ``(n,)``, with sum
-        1.
-        """
+        """P_i of the clients that finished, in the order of ``ids``: ``(n,)``, with sum 1."""
         self._guard_participants("server.weights")
         given = [self._round.weights[i] for i in self._transaction.finished]
         weights = torch.tensor(given, dtype=self._round.wide, device=self.w.device)
@@ -158,14 +144,14 @@ class Server(HookSubject):
 
     @updates.setter
     def updates(self, value: Tensor) -> None:
-        updates = self.updates
-        if value.shape != updates.shape:
-            raise ValueError(
-                f"server.updates has shape {tuple(updates.shape)}, "
-                f"but was given {tuple(value.shape)}"
-            )
-        if value is not updates:
-            updates.copy_(value)
+        if value is not self.updates:
+            self.updates.copy_(value)
+
+    @property
+    def messages(self) -> int:
+        """Return how many values of each kind clients exchanged, in runs without a server."""
+        given = self._transaction.neighbourhood
+        return 0 if given is None else given.messages(len(self._transaction.finished))
 
     @property
     def mean_change(self) -> Tensor:
@@ -177,6 +163,23 @@ class Server(HookSubject):
         summed = total.weighted if total.update is None else total.update
         assert summed is not None
         return summed / max(self.n, 1)
+
+    def outputs(self, vector: Tensor, x: Any) -> Any:
+        """Return what the learner's ``forward`` gives for inputs ``x``, in evaluation mode.
+
+        The outputs have a graph if the vector requires a gradient and gradients are enabled
+        (``torch.enable_grad``).
+
+        Args:
+            vector: the parameters ``(D,)``, such as ``server.w`` or ``server.given +
+                server.updates[j]``. Buffers are the server's from before the round.
+            x: a batch of inputs, which is moved to the vector's device.
+
+        Raises:
+            UserError: the learner has no ``forward``.
+        """
+        assert self._round.outputs is not None
+        return self._round.outputs(vector, x)
 
     def generator(self, purpose: str, *counters: int) -> np.random.Generator:
         """Return random numbers keyed by (seed, purpose, round, counters).
@@ -207,7 +210,7 @@ class Server(HookSubject):
                 "only a method with the attribute draws_from may call server.private_generator"
             )
         content = onto.detach().cpu().contiguous().numpy().tobytes()
-        return drawn_from(self._round.noise, "method: " + purpose, self.round, content)
+        return drawn_from(self._round.noise, "method: " + purpose, self.round, onto=content)
 
     def _guard_rows(self, key: str, declaration: Declaration) -> None:
         """Refuse to read clients' rows at a server that does not have them."""
@@ -235,6 +238,12 @@ class Server(HookSubject):
             self._round.all_sizes()[ids.cpu().numpy()], dtype=torch.float64, device=ids.device
         )
 
+    def steps(self, ids: Tensor) -> Tensor:
+        """Return K_i in this round of these clients, also of others than participants, ``(k,)``."""
+        assert self._round.steps_in is not None
+        taken = self._round.steps_in(ids.tolist())
+        return torch.tensor([taken[i] for i in ids.tolist()], dtype=torch.int64, device=ids.device)
+
     def sent(
         self, parameters: float | Tensor | None = None, bytes: float | Tensor | None = None
     ) -> None:
@@ -253,27 +262,12 @@ class Server(HookSubject):
         self._transaction.notes.append(text)
 
     def log(self, name: str, value: Tensor | float) -> None:
-        """Log the present value of a scalar for this round.
-
-        Raises:
-            ValueError: it is not one number.
-        """
-        if isinstance(value, Tensor):
-            # The hook may change the tensor in place afterwards.
-            value = value.detach().clone()
-            one = value.numel() == 1
-        else:
-            one = isinstance(value, Number | np.ndarray) and np.size(value) == 1
-        if not one:
-            raise ValueError(
-                f"server.log({name!r}, …) logs one number, but was given {_shown(value)}"
-            )
-        self.logs[name] = value
+        """Log the present value of a scalar for this round."""
+        # The hook may change the tensor in place afterwards.
+        self.logs[name] = float(value) if not isinstance(value, Tensor) else value.detach().clone()
 
     def committed(self, key: str, declaration: Declaration, ids: Tensor | Sequence[int]) -> Tensor:
-        """Return the rows ``(k, …)`` of these clients' state from before the round, in every
-        process.
-        """
+        """Rows ``(k, …)`` of these clients' state from before the round, in every process."""
         self._guard_rows(key, declaration)
         clients = [int(i) for i in ids]
         # One process stores each client's rows, and sends them to all other processes.
@@ -302,10 +296,8 @@ class Server(HookSubject):
                 row = box[0]
             if row is not None:
                 device = self.w.device
-                yield to_device([client], device), to_device(row, device).unsqueeze(0)
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return reprlib.repr(value)
+                shown = to_device(row, device).unsqueeze(0)
+                yield to_device([client], device), shown
+                # `on_round_end` may have changed it in place. On a GPU that was a copy.
+                if shown.is_cuda and client in rows_here:
+                    row.copy_(shown[0])

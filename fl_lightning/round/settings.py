@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Any, Final, Literal
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Final, Literal
 
+import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
-from fl_lightning.checks import refusals
+from fl_lightning.accepted import Above, AtMost, PositiveInt, check
 from fl_lightning.errors import UserError
 from fl_lightning.schedules import Schedule
 from fl_lightning.virtual.buffered import Buffered
@@ -19,12 +19,11 @@ from fl_lightning.virtual.buffered import Buffered
 SEQUENTIAL = "sequential"
 CONCURRENT = "concurrent"
 STACKED = "stacked"
-# Those that a plan, and so a checkpoint, may name.
-PLANNED = (SEQUENTIAL, CONCURRENT, STACKED)
 # It trains as the sequential engine, which its plan names; "auto" is a choice between engines.
 DEBUG = "debug"
 AUTO: Final = "auto"
 EngineName = Literal["auto", "sequential", "concurrent", "stacked", "debug"]
+Participation = Literal["all"] | PositiveInt | Annotated[float, Above(0), AtMost(1)]
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -62,33 +61,18 @@ class Settings:
     asynchronous: Buffered | None
 
     def __post_init__(self) -> None:
-        refusals.count_participants(self.participation, 2**62)
-        # Convert NumPy's numbers to Python's, because other code takes any number that is not an
-        # int for a share.
-        if isinstance(self.participation, Real):
-            number = int if isinstance(self.participation, Integral) else float
-            object.__setattr__(self, "participation", number(self.participation))
         for name in ("client_optimizer", "server_optimizer"):
             check_factory(name, getattr(self, name))
         if isinstance(self.buffers, Mapping):
             words = {str(pattern): word for pattern, word in self.buffers.items()}
             object.__setattr__(self, "buffers", words)
-        # Numbers of NumPy become Python's.
-        for name in ("accumulate", "local_steps", "clients_at_once", "workers", "seed"):
-            value = getattr(self, name)
-            if isinstance(value, Integral):
-                object.__setattr__(self, name, int(value))
-        self._check_asynchronous()
-
-    def _check_asynchronous(self) -> None:
-        if self.asynchronous is None:
-            return
-        if not isinstance(self.asynchronous, Buffered):
-            raise UserError(
-                f"asynchronous={self.asynchronous!r}"[:100] + " is not accepted; give "
-                "fl_lightning.systems.Buffered(devices, …), or None for synchronous rounds."
-            )
-        if self.sampling != "uniform":
+        # Numbers of NumPy become Python's: one that is not an int would be taken for a share.
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.number):
+                object.__setattr__(self, field.name, value.item())
+        check("asynchronous", self.asynchronous, Buffered | None)
+        if self.asynchronous is not None and self.sampling != "uniform":
             raise UserError(
                 f"sampling={self.sampling!r} beside asynchronous: an asynchronous run draws the "
                 "clients that start from those that are free, up to Buffered's concurrency. Leave "
@@ -96,7 +80,6 @@ class Settings:
             )
 
     def notes(self) -> list[str]:
-        """Return warnings about the settings before a run."""
         notes = []
         if self.local_steps is not None and self.local_epochs is not None:
             notes.append(
@@ -107,9 +90,7 @@ class Settings:
         return notes
 
     def compared(self) -> dict[str, str]:
-        """Return the settings that decide what a round does, as text; they have to be the same
-        in a resumed run.
-        """
+        """What decides a round, as text; it has to be the same in a resumed run."""
         names = (
             "participation",
             "sampling",
@@ -131,10 +112,7 @@ class Settings:
         return settings
 
     def cohort(self, quick: bool | int = 0) -> dict[str, Any]:
-        """Return the settings that decide who takes part, and how many steps each client takes.
-
-        ``quick``: the Trainer's ``fast_dev_run``.
-        """
+        """Who takes part, and with how many steps; ``quick``: the Trainer's ``fast_dev_run``."""
         return {
             "quick": int(quick),
             "participation": self.participation,

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import Layout
 from fl_lightning.round.base_weights import Addition, BaseWeights
 from fl_lightning.round.client_sums import Total
 from fl_lightning.round.context import Round
 from fl_lightning.round.declared_state import Declaration, Upload
-from fl_lightning.round.privacy_guard import refuse_outsiders
+from fl_lightning.round.neighbourhood import Neighbourhood
 from fl_lightning.storage.client_rows import Rows
 from fl_lightning.virtual.planned_round import Planned
 
@@ -33,6 +36,8 @@ class RoundTransaction:
     - ``metrics``: by client, the states that its steps left in the learner's metrics.
     - ``logs``, ``notes``: logs and notes of server hooks.
     - ``gathered``: all updates ``(n, D)``; None: no method asks for them.
+    - ``exchanged``: what clients assigned for their neighbours, by state and client;
+      ``neighbourhood``: who sent to whom; None: the round has a server.
     - ``broadcast``: the model that clients get as w ``(D,)``; None: w itself.
     - ``sent``: how many parameters and bytes of it each participant is sent; None: D numbers.
     - ``planned``: facts of the round that are known beforehand, on simulated devices; None: the
@@ -44,7 +49,6 @@ class RoundTransaction:
     - ``rows_elsewhere``: whether clients' rows are at sites. ``kept``: how many numbers each client
       keeps there.
     - ``measuring``: the names of callbacks that only measure.
-    - ``mean_gradient_readers``: the methods that used a client's displacement as its mean gradient.
     """
 
     def __init__(self, round: Round) -> None:
@@ -60,13 +64,14 @@ class RoundTransaction:
         self.kept: dict[int, int] = {}
         self.rows_elsewhere = False
         self.measuring: Collection[str] = ()
-        self.mean_gradient_readers: set[str] = set()
         self.metrics: dict[int, Any] = {}
         self.logs: dict[str, Tensor | float] = {}
         self.notes: list[str] = []
         # client → update, for this process's clients, until all are gathered
         self.updates: dict[int, Tensor] = {}
         self.gathered: Tensor | None = None
+        self.exchanged: Rows = {}
+        self.neighbourhood: Neighbourhood | None = None
         self.broadcast: Tensor | None = None
         self.base_weights: BaseWeights | None = None
         self.takes_additions = False
@@ -90,16 +95,12 @@ class RoundTransaction:
 
     @property
     def t(self) -> int:
-        """Return the round whose schedules hooks read: this one, or an earlier one of clients
-        that train from it.
-        """
+        """The round whose schedules hooks read: this, or one from which clients still train."""
         return self.round.t if self._version is None else self._version
 
     @contextmanager
     def clients_at(self, version: int) -> Iterator[None]:
-        """Within this context hooks read schedules of this round, because clients train from
-        its model.
-        """
+        """Within this context hooks read schedules of this round: clients train from it."""
         self._version = version
         try:
             yield
@@ -108,9 +109,6 @@ class RoundTransaction:
 
     @property
     def for_clients(self) -> Round:
-        """Return the facts of the round for clients, for whom w is the model that they were
-        given.
-        """
         return self.round if self.broadcast is None else replace(self.round, w=self.broadcast)
 
     @property
@@ -139,9 +137,7 @@ class RoundTransaction:
             self._at_server = False
 
     def server_state(self, key: str, declaration: Declaration) -> Tensor:
-        """Return the present value; in server hooks it is a copy, which the commit makes the
-        state.
-        """
+        """Present value; in server hooks it is a copy, which the commit makes the state."""
         value = self._present(key, declaration)
         if not self._at_server and self._lent.get(key, (None,))[0] is not value:
             self._lent[key] = value, value._version
@@ -157,9 +153,7 @@ class RoundTransaction:
                 self._present(key, declaration)
 
     def changed_by_clients(self) -> str:
-        """Return the server state that a hook of clients changed in place; empty if there is
-        none.
-        """
+        """Server state that a hook of clients changed in place; empty if there is none."""
         for key, (value, version) in list(self._lent.items()):  # threads read states
             if value._version != version:
                 return key
@@ -208,7 +202,6 @@ class RoundTransaction:
         return self._uploaded(key, declaration).clone(), len(self.finished)
 
     def uploaded_weighted(self, key: str, declaration: Upload) -> Tensor:
-        """Return the p_i-weighted mean over the clients that finished."""
         self.refuse_outsiders(f"the sums of {key}")
         # With uniform weights the plain sum is the weighted one, so only one is stored.
         weighted = self.total.weighted_uploads.get(key)
@@ -217,7 +210,6 @@ class RoundTransaction:
         return self.total.mean(weighted, self.round.wide)
 
     def refuse_outsiders(self, what: str) -> None:
-        """In a private run, refuse code from outside this package that reads ``what``."""
         if self.round.noise is not None:
             refuse_outsiders(what)
 
@@ -233,10 +225,7 @@ class RoundTransaction:
         return zeros.to(declaration.summed_as(zeros.dtype))
 
     def server_states_to_commit(self, declared: Mapping[str, Declaration]) -> dict[str, Tensor]:
-        """Return the server states to commit.
-
-        Synchronised states keep their value on parts that are not averaged.
-        """
+        """The states to commit; synchronised ones stay on parts that are not averaged."""
         for key, copy in self._copies.items():
             if self.written_server(key) is copy:
                 self.server[key] = copy
@@ -247,10 +236,7 @@ class RoundTransaction:
         return settled
 
     def rows_to_commit(self, declared: Mapping[str, Declaration]) -> Rows:
-        """Return the client rows to commit: those of methods and the framework's own.
-
-        Synchronised rows keep their value on parts that are not averaged.
-        """
+        """The rows to commit; synchronised ones stay on parts that are not averaged."""
         settled: Rows = {key: dict(by_client) for key, by_client in self.rows.items()}
         if self.round.averaged is None:
             return settled
@@ -265,7 +251,41 @@ class RoundTransaction:
         return settled
 
     def _old(self, committed: Tensor | None, declaration: Declaration, value: Tensor) -> Tensor:
-        """Return a state's value from before the round, in the form of ``value`` after it."""
         if committed is not None:
             return committed
         return declaration.first(self.round).to(value.device)
+
+
+# A hook reads through these modules, so their frames lie between the hook and the refusal.
+_BETWEEN = ("fl_lightning.round.", "fl_lightning.callback.")
+
+
+def refuse_outsiders(what: str, caller: str = "", hint: str = "") -> None:
+    """Refuse code from outside this package that reads ``what``, because it would reach w without
+    noise.
+
+    Raises:
+        UserError: it names ``caller``, the class whose hook it is; if empty, the class is found
+            from the code.
+    """
+    frame = sys._getframe(1)
+    # The first frame outside these modules belongs to the hook that reads the state.
+    while frame.f_back is not None and f"{_module(frame)}.".startswith(_BETWEEN):
+        frame = frame.f_back
+    if not _module(frame).startswith("fl_lightning."):
+        raise UserError(
+            f"method: {caller or _reader(frame)} reads {what} in a private run "
+            "(DifferentialPrivacy), and the results would be published without noise. Read "
+            "server.update and server.w, which have noise, or use only one of the two methods."
+            f"{hint}"
+        )
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _reader(frame: FrameType) -> str:
+    if "self" in frame.f_locals:
+        return type(frame.f_locals["self"]).__name__
+    return frame.f_code.co_name

@@ -11,14 +11,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fl_lightning.errors import UserError, cannot_write
-from fl_lightning.storage import lock
 
 
 class _Remembering(io.FileIO):
-    """A file that remembers why it could not be written.
-
-    If the disk is full, torch.save reports only ``unexpected pos``.
-    """
+    """Remembers why it could not be written; torch.save says only ``unexpected pos``."""
 
     failed: OSError | None = None
 
@@ -41,16 +37,14 @@ def written_aside(path: Path, durable: bool = True, mode: int = 0o666) -> Iterat
         mode: permissions, minus the process's umask.
 
     Raises:
-        UserError: the folder cannot be written to, or now belongs to another process; or a device
-            or pipe has that name.
+        UserError: the folder cannot be written to; or a device or pipe has that name.
     """
     path = writable_as_file(path)
-    lock.check(path)
     aside = path.with_name(f".{path.name}.tmp")
     raw: _Remembering | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A stopped process may have the old temporary file open, and would later write into ours.
+        # Another process may still have an old temporary file open, and would write into ours.
         aside.unlink(missing_ok=True)
         raw = _Remembering(aside, "wb", opener=lambda name, flags: os.open(name, flags, mode))
         # Flush the content to disk before renaming, so that a power failure cannot leave an
@@ -60,13 +54,9 @@ def written_aside(path: Path, durable: bool = True, mode: int = 0o666) -> Iterat
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        lock.check(path)
         os.replace(aside, path)
         if durable:
             _sync_folder(path.parent)
-    except lock.TakenUp:
-        # The temporary file may belong to another process by now, so leave it.
-        raise
     except BaseException as error:
         with suppress(OSError):
             aside.unlink()
@@ -90,26 +80,15 @@ def writable_as_file(path: Path) -> Path:
         place = Path(os.path.realpath(path)) if path.is_symlink() else path
         mode = place.lstat().st_mode if os.path.lexists(place) else stat.S_IFREG
     except OSError as error:
-        raise UserError(
-            f"Cannot write {path}: {error.strerror or error}. Give another file."
-        ) from error
+        raise cannot_write(path, error) from error
     if not stat.S_ISREG(mode):
-        kinds = {
-            stat.S_IFDIR: "a folder",
-            stat.S_IFLNK: "a link that leads to itself",
-            stat.S_IFIFO: "a pipe",
-        }
-        kind = kinds.get(stat.S_IFMT(mode), "a device or socket")
-        raise UserError(
-            f"Cannot write {path}: it is {kind}, and not a file. Give the name of a file."
-        )
+        kind = "a folder" if stat.S_ISDIR(mode) else "a device, a pipe or a link to itself"
+        raise UserError(f"Cannot write {path}: it is {kind}. Give the name of a file.")
     return place
 
 
 def named(text: str) -> Path:
-    """Return a path as a user writes it: with ``~`` for the home folder and ``$NAME`` for a
-    variable.
-    """
+    """A path as a user writes it: with ``~`` for the home folder and ``$NAME`` for a variable."""
     return Path(os.path.expanduser(os.path.expandvars(text)))
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
-import traceback
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -15,19 +13,12 @@ from typing import Any
 import torch
 
 from fl_lightning.errors import UserError
-from fl_lightning.machine.lightning import TorchCheckpointIO, pl, rank_zero_warn
-from fl_lightning.storage import lock
+from fl_lightning.machine.lightning import TorchCheckpointIO, pl
 from fl_lightning.storage.atomic_files import written_aside
-from fl_lightning.storage.pickled_objects import CannotPickle, pickle_objects, places, read_plain
 from fl_lightning.storage.rows_on_disk import note_place
 
-HYPER_PARAMETERS = (
-    "hyper_parameters",
-    "hparams_name",
-    "hparams_type",
-    "datamodule_hyper_parameters",
-)
-_BROKEN = (OSError, EOFError, RuntimeError, ValueError, KeyError, zipfile.BadZipFile)
+HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+_BROKEN = (OSError, EOFError, RuntimeError, ValueError, LookupError, zipfile.BadZipFile, zlib.error)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -37,7 +28,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     own writer goes through /tmp and does not fsync; its reader loads flipped bits silently.
     """
 
-    _told = False
     # RowsOnDisk reads this attribute, and deletes rows only beside such a writer.
     notes_places = True
     # After an exception Lightning calls no hook but this writer's `teardown`.
@@ -54,14 +44,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         path: str | os.PathLike[str],
         storage_options: Any | None = None,
     ) -> None:
-        """Write ``checkpoint``; objects that are not plain data are stored as bytes.
+        """Write ``checkpoint``, without hyper-parameters that are not plain data: they could be
+        read only by running code that the file names.
 
         Raises:
-            UserError: the folder cannot be written to, or an object cannot be pickled.
+            UserError: the folder cannot be written to.
         """
         target = Path(path)
-        lock.check(target)
-        checkpoint = self._all_readable(checkpoint)
+        checkpoint = dict(checkpoint)
+        for key in filter(checkpoint.__contains__, HYPER_PARAMETERS):
+            given = dict(checkpoint[key])
+            checkpoint[key] = {name: value for name, value in given.items() if is_plain(value)}
         note_place(checkpoint, target)
         with written_aside(target) as file:
             torch.save(checkpoint, file)
@@ -73,8 +66,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Any = "cpu",
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Return the checkpoint; objects stored as bytes stay bytes, unless you pass
-        ``weights_only=False``.
+        """Return the checkpoint; one with objects only if you pass ``weights_only=False``.
 
         Raises:
             UserError: the file is missing, damaged (each of its checksums is verified) or not a
@@ -85,94 +77,41 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise _error(source, "it does not exist" if not source.exists() else "it is not a file")
         try:
             _verify(source)
-        except PermissionError as error:
-            raise _error(source, "permission denied") from error
-        except _BROKEN as error:
-            raise _error(source, f"it is damaged ({str(error)[:100]})") from error
-        try:
-            if weights_only is False:
-                checkpoint = torch.load(source, map_location=map_location, weights_only=False)
-            else:
-                checkpoint = read_plain(source, map_location=map_location)
+            checkpoint = torch.load(
+                source, map_location=map_location, weights_only=weights_only is not False
+            )
         except pickle.UnpicklingError as error:
             # Torch prints much advice; the line that names the class is the reason.
             lines = [line for line in str(error).splitlines() if "GLOBAL" in line]
             reason = lines[0] if lines else str(error)
             raise _error(
-                source, f"it holds more than plain data: {reason.strip()[:160]}"
+                source,
+                f"it holds more than plain data ({reason.strip()[:160]}), which is read only by "
+                "running code that the file names. If you trust it, give trainer.fit(…, "
+                "weights_only=False), at the command line --weights_only false",
             ) from error
-        except Exception as error:
-            raise _not_loaded(source, error) from error
+        except PermissionError as error:
+            raise _error(source, "permission denied") from error
+        except _BROKEN as error:
+            raise _error(source, f"it is damaged ({str(error)[:100]})") from error
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
             raise _error(source, "it is not a checkpoint of Lightning (no 'state_dict' in it)")
         # Lightning requires a version, which a run's checkpoint has and an exported model does not.
         if "loops" not in checkpoint:
             checkpoint.setdefault("pytorch-lightning_version", vars(pl)["__version__"])
-        version = checkpoint.get("pytorch-lightning_version")
-        if not isinstance(version, str) or not re.match(r"v?\d+(\.\d+)*", version):
-            raise _error(
-                source,
-                f"it is damaged: its pytorch-lightning_version is {str(version)[:100]!r}, which is "
-                "not a version",
-            )
         return checkpoint
-
-    def _all_readable(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        moved: list[str] = []
-        parts: dict[str, Any] = {}
-        for key, part in checkpoint.items():
-            try:
-                # Only `load_from_checkpoint` restores hyper-parameters, so a run continues without
-                # those that cannot be written.
-                if key in HYPER_PARAMETERS:
-                    parts[key] = _hyper_parameters(key, part)
-                else:
-                    parts[key] = pickle_objects(part, f"checkpoint[{key!r}]", moved)
-            except CannotPickle as error:
-                raise UserError(
-                    f"The checkpoint cannot be written: {error}. Leave it out of the results of "
-                    "on_save_checkpoint and state_dict."
-                ) from error
-        if moved and not self._told:
-            self._told = True
-            rank_zero_warn(
-                f"{moved[0]}, which cannot be read without running code that the file names: if it "
-                "has to be restored, give trainer.fit(…, weights_only=False), at the command line "
-                "--weights_only false. Tensors, numbers, text, lists and dicts can be read without "
-                "this option (a NumPy scalar as float(value))."
-            )
-        return parts
-
-
-def _hyper_parameters(key: str, given: Any) -> Any:
-    if not isinstance(given, dict):
-        return pickle_objects(given, f"checkpoint[{key!r}]", [])
-    parameters: dict[Any, Any] = {}
-    for name, value in given.items():
-        try:
-            parameters[name] = pickle_objects(value, f"the hyper-parameter {name!r}", [])
-        except CannotPickle as error:
-            rank_zero_warn(
-                f"{error}: checkpoints do not contain it, so pass it to load_from_checkpoint"
-            )
-    return parameters
 
 
 def _verify(path: Path) -> None:
     """Read every byte and compare with the checksums of the file.
 
     Raises:
-        EOFError: with the reason.
+        EOFError: they differ, or it is not a whole file of torch's.
     """
-    if path.stat().st_size == 0:
-        raise EOFError("the file is empty")
     if not zipfile.is_zipfile(path):
         raise EOFError("it is incomplete, or not a checkpoint")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
-    except (NotImplementedError, IndexError, UnicodeDecodeError, zlib.error) as error:
-        raise EOFError(f"its table of contents is damaged: {error}") from error
+    with zipfile.ZipFile(path) as archive:
+        bad = archive.testzip()
     if bad is not None:
         raise EOFError(f"the checksum of {bad} does not match")
 
@@ -184,31 +123,6 @@ def _error(path: Path, what: str) -> UserError:
         best = min(others, key=lambda p: (p.name != "best.ckpt", -p.stat().st_mtime))
         way_out = f"Another one is there: --ckpt_path {best}."
     return UserError(f"The checkpoint {path} cannot be loaded: {what}. {way_out}")
-
-
-def _not_loaded(path: Path, error: Exception) -> Exception:
-    """Return the error for a file that torch cannot load, although its checksums are right."""
-    kinds: list[type] = []
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        values = frame.f_locals.values()
-        kinds += [value for value in values if isinstance(value, type) and is_subclass(value)]
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    if kinds:
-        # Do not suggest another checkpoint: each one of the run holds such a tensor.
-        return UserError(
-            f"The checkpoint {path} cannot be loaded: it is not damaged, but torch cannot make a "
-            f"tensor of the class {kinds[-1].__name__} again, which it holds ({reason}). The run's "
-            "other checkpoints hold such tensors, too. Load it with the versions of torch and of "
-            "the package of that class that wrote it, or begin the run again with plain tensors "
-            "as weights."
-        )
-    if isinstance(error, _BROKEN):
-        return _error(path, f"it is damaged ({str(error)[:100]})")
-    return error
-
-
-def is_subclass(kind: type) -> bool:
-    return issubclass(kind, torch.Tensor) and kind not in (torch.Tensor, torch.nn.Parameter)
 
 
 def use_atomic_checkpoints(trainer: Any, after_exception: Callable[[], None]) -> None:
@@ -227,25 +141,10 @@ def use_atomic_checkpoints(trainer: Any, after_exception: Callable[[], None]) ->
         trainer.strategy.checkpoint_io.at_teardown = at_teardown
 
 
-def check_readable(saved: dict[str, Any], learner: Any, trainer: Any) -> None:
-    """Refuse a checkpoint that cannot be restored without an object that is stored as bytes.
-
-    Raises:
-        UserError: it gives the object's place, and how to read it.
-    """
-    base: Any = next(c for c in reversed(type(learner).__mro__) if c.__name__ == "LightningModule")
-    # A learner with its own hook may read any entry of the checkpoint.
-    reads_all = type(learner).on_load_checkpoint is not base.on_load_checkpoint
-    restored: tuple[str, ...] = ()
-    if trainer.state.fn == "fit":
-        restored = ("callbacks", type(trainer.datamodule).__qualname__)
-    for key, part in saved.items():
-        if key not in restored and (not reads_all or key in HYPER_PARAMETERS):
-            continue
-        place = next(places(part, f"checkpoint[{key!r}]"), None)
-        if place is not None:
-            raise UserError(
-                f"ckpt_path: {place} is an object, which cannot be read without running code that "
-                "the file names. If you trust the checkpoint, give trainer.fit(…, "
-                "weights_only=False), at the command line --weights_only false."
-            )
+def is_plain(value: object) -> bool:
+    """Return whether a hyper-parameter consists of numbers, text, lists and dicts."""
+    if isinstance(value, (list, tuple)):
+        return all(is_plain(v) for v in value)
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and is_plain(v) for k, v in value.items())
+    return value is None or type(value) in (bool, int, float, str)

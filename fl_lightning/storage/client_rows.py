@@ -33,9 +33,7 @@ class ClientRows:
         return {**vars(self), "_fetched": {}, "_group": None}
 
     def read(self, key: str, client: int) -> Tensor | None:
-        """Return a committed row, or None; during a round, for clients that this process trains
-        or owns.
-        """
+        """A committed row, or None; in a round, of clients that this process trains or owns."""
         if client % self.world == self.rank:
             return self.store.read(key, client)
         return self._fetched.get(key, {}).get(client)
@@ -49,10 +47,7 @@ class ClientRows:
         return sorted({*self.store.names(), *self._fetched})
 
     def fetch(self, ids: list[int]) -> None:
-        """Send the participants' rows, before a round, to the processes that train them.
-
-        Process j mod W trains participant j.
-        """
+        """Before a round: send rows to process j mod W, which trains participant j."""
         if self.world == 1:
             return
         outgoing: list[Rows] = [{} for _ in range(self.world)]
@@ -63,7 +58,7 @@ class ClientRows:
                     row = self.store.read(key, client)
                     if row is not None:
                         outgoing[trainer].setdefault(key, {})[client] = row
-        self._fetched = merged(self._exchange(outgoing))
+        self._fetched = self.send(outgoing)
 
     def bring_home(self, rows: Rows) -> Rows:
         """After a round, send rows to the processes that own them, and return this process's.
@@ -78,13 +73,17 @@ class ClientRows:
                 outgoing[client % self.world].setdefault(key, {})[client] = row
         own_rows = outgoing[self.rank]
         outgoing[self.rank] = {}
-        return merged([own_rows, *self._exchange(outgoing)])
+        return merged([own_rows, self.send(outgoing)])
 
     def commit(self, rows: Rows) -> None:
         """Make these rows the clients' state, all at once; a second call changes nothing."""
         self._fetched = {}
         if rows:
             self.store.commit(rows, make_room=False)
+
+    def send(self, outgoing: list[Rows]) -> Rows:
+        """Send rows to other processes, ``outgoing[rank]`` each, and return those that came."""
+        return merged(self._exchange(outgoing))
 
     def _exchange(self, outgoing: list[Rows]) -> list[Rows]:
         # Rows are on the CPU, wherever the run trains, so they are sent over gloo.

@@ -8,7 +8,6 @@ segments exist.
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import tempfile
 import threading
@@ -23,14 +22,13 @@ import torch
 from torch import Tensor
 
 from fl_lightning.errors import UserError
-from fl_lightning.storage import lock, segments
+from fl_lightning.storage import segments
 from fl_lightning.storage.segments import RANKS, Index, segment_name, segment_number
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 Placed = tuple[IntArray, IntArray]  # clients, ascending, and the segment that holds each one's row
 
 GONE = "the file is missing (a run that goes on removes what no checkpoint beside it needs)"
-_SPARSE = 0.25  # a segment is rewritten if a smaller share of its rows is still needed
 _NEW = 1 / 32  # all segments are checked again if this share of them is new
 
 
@@ -64,8 +62,6 @@ class ClientStore:
         self._home: Path | None = None
         self._flushed = False
         self._spilled: set[int] = set()  # segments in the temporary folder
-        self._sparse: set[int] = set()  # segments that the next flush rewrites
-        self._rows: dict[int, int] = {}  # segment -> number of rows in its file
         self._number = 0  # number of the newest segment
         self._scanned: Path | None = None
         # The last clean-up: its folder, the newest segment then, and the number of needed segments.
@@ -76,41 +72,16 @@ class ClientStore:
             self._temporary = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a pickle: rows that are not in the run's folder, and the segments of
-        all other rows.
-
-        Rows that changed, and those in the temporary folder, are not in the run's folder.
-        """
+        """Return the state for a copy, which holds all rows."""
         with self._lock:
-            spilled = np.asarray(sorted(self._spilled), dtype=np.int64)
-            rows = dict(self._dirty)
-            placed = {}
-            for name, (clients, where) in self._where.items():
-                aside = np.isin(where, spilled)
-                placed[name] = clients[~aside], where[~aside]
-                # The temporary folder is deleted with this store, so the copy takes those rows
-                # along.
-                for client in clients[aside]:
-                    key = (name, int(client))
-                    if key not in rows and (row := self.read(*key)) is not None:
-                        rows[key] = row
-            return {
-                "budget_bytes": self.budget_bytes,
-                "rank": self.rank,
-                "world_size": self.world_size,
-                "rows": rows,
-                "placed": placed,
-                "home": self._home,
-                "number": self._number,
-            }
+            rows: dict[str, dict[int, Tensor | None]] = {}
+            for name in self.names():
+                rows[name] = {int(i): self.read(name, int(i)) for i in self.clients(name)}
+            return {"made": (self.budget_bytes, self.rank, self.world_size), "rows": rows}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        ClientStore.__init__(self, state["budget_bytes"], state["rank"], state["world_size"])
-        self._dirty = state["rows"]
-        self._where = {name: of for name, of in state["placed"].items() if len(of[0])}
-        self._dirty_bytes = sum(row.nbytes for row in self._dirty.values())
-        self._home = state["home"]
-        self._number = state["number"]
+        ClientStore.__init__(self, *state["made"])
+        self.commit(state["rows"])
 
     def read(self, name: str, client: int) -> Tensor | None:
         """Return the client's row on the CPU, which must not be changed; None if it has none.
@@ -180,19 +151,16 @@ class ClientStore:
         return owned
 
     def make_room(self) -> None:
-        """Write rows beyond the budget to disk."""
         with self._lock:
             self._shrink()
 
     def clients(self, name: str) -> IntArray:
-        """Return the ids of the clients that have a row, ascending."""
         with self._lock:
             on_disk = self._where[name][0] if name in self._where else np.empty(0, np.int64)
             dirty = [client for key, client in self._dirty if key == name]
         return np.union1d(on_disk, np.asarray(dirty, dtype=np.int64))
 
     def names(self) -> list[str]:
-        """Return the names that have rows, sorted."""
         with self._lock:
             return sorted({*self._where, *(name for name, _ in self._dirty)})
 
@@ -212,26 +180,12 @@ class ClientStore:
                 self._bring(moving if elsewhere else moving & self._spilled, folder)
             self._home = folder
             self._flushed = True
-            self._take_sparse()
             path = self._write(folder, durable=True) if self._dirty else None
             self._shrink()
             return path
 
-    def _take_sparse(self) -> None:
-        """Treat rows of sparse segments as changed, so that the next segment includes them."""
-        for name, (clients, where) in self._where.items():
-            for client in clients[np.isin(where, list(self._sparse))] if self._sparse else []:
-                key = (name, int(client))
-                if key not in self._dirty and (row := self.read(*key)) is not None:
-                    self._forget(key)
-                    self._dirty[key] = row
-                    self._dirty_bytes += row.nbytes
-        self._sparse = set()
-
     def index(self) -> Index:
-        """Return the segment of each row, as plain tensors for a checkpoint; call ``flush``
-        before.
-        """
+        """Segment of each row, as plain tensors for a checkpoint; call ``flush`` before."""
         with self._lock:
             if self._dirty or self._spilled:
                 raise RuntimeError("rows are not on disk yet: call flush(folder) before index()")
@@ -241,9 +195,7 @@ class ClientStore:
             }
 
     def load(self, index: Index, folder: Path | str) -> None:
-        """Forget all rows; later reads take the rows of ``index`` from
-        ``folder``, as needed.
-        """
+        """Forget all rows; later reads take the rows of ``index`` from ``folder``, as needed."""
         folder = Path(folder)
         present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         where: dict[str, Placed] = {}
@@ -268,21 +220,23 @@ class ClientStore:
             self._number = max(self._segments(), default=0) // RANKS
 
     def collect(self, folder: Path | str, keep: Iterable[Index], last: bool = False) -> None:
-        """Delete segments that neither this store nor an index of ``keep`` needs; mark sparse ones.
+        """Delete segments that neither this store nor an index of ``keep`` needs.
 
         ``keep``: the (merged) indices of all checkpoints that must stay loadable. With many
         segments, this does nothing, and does not read ``keep``, until one in 32 is new, so that the
         cost of a checkpoint does not grow with their number. With ``last`` the clean-up happens at
         once.
         """
-        lock.check(Path(folder))
         with self._lock:
             if self._collected is not None and not last:
                 last_folder, newest_then, needed_then = self._collected
                 new = self._number - newest_then + 1
                 if Path(folder) == last_folder and new < _NEW * needed_then:
                     return
-            needed = self._needed_rows(keep)
+            needed = self._segments()
+            for index in keep:
+                for entry in index.values():
+                    needed.update(entry["segments"].unique().tolist())
             for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
                 number = segment_number(path.name.removeprefix(".").removesuffix(".tmp"))
                 if number is None or not self._may_delete(number):
@@ -291,31 +245,7 @@ class ClientStore:
                 # process is writing it.
                 if path.name.endswith(".tmp") or number not in needed:
                     path.unlink(missing_ok=True)
-            for segment in self._segments() - self._spilled:
-                if needed[segment] < _SPARSE * self._rows_in(segment):
-                    self._sparse.add(segment)
             self._collected = Path(folder), self._number, len(needed)
-
-    def _needed_rows(self, keep: Iterable[Index]) -> dict[int, int]:
-        """Return the most rows of each segment that this store, or one index, needs."""
-        indices = [[numbers for _, numbers in self._where.values()]]
-        for index in keep:
-            indices.append([entry["segments"].numpy() for entry in index.values()])
-        needed: dict[int, int] = {}
-        for numbers in indices:
-            if not numbers:
-                continue
-            of_index = np.unique(np.concatenate(numbers), return_counts=True)
-            for segment, count in zip(*of_index, strict=True):
-                needed[int(segment)] = max(needed.get(int(segment), 0), int(count))
-        return needed
-
-    def _rows_in(self, segment: int) -> int:
-        if segment not in self._rows:
-            header = self._header(self._path(segment))
-            groups = itertools.chain.from_iterable(header.values())
-            self._rows[segment] = sum(len(group.clients) for group in groups)
-        return self._rows[segment]
 
     def _may_delete(self, segment: int) -> bool:
         # Each process deletes its own files. The first process also deletes the files of processes
@@ -374,7 +304,6 @@ class ClientStore:
             self._spilled.add(segment)
         placed = {name: self._placed(name, ids, segment) for name, ids in clients.items()}
         self._where = {**self._where, **placed}
-        self._rows[segment] = len(self._dirty)
         written = self._dirty
         self._dirty = {}
         self._dirty_bytes = 0
@@ -392,7 +321,6 @@ class ClientStore:
         return np.insert(clients, at[~there], new[~there]), np.insert(where, at[~there], segment)
 
     def _bring(self, moving: set[int], folder: Path) -> None:
-        """Copy segments into ``folder`` under new numbers."""
         renamed: dict[int, int] = {}
         # Copy the files: hard links would tie two runs together.
         for segment in sorted(moving):
@@ -404,10 +332,6 @@ class ClientStore:
             for name, (clients, where) in self._where.items():
                 at = np.minimum(np.searchsorted(old, where), len(old) - 1)
                 self._where[name] = clients, np.where(old[at] == where, new[at], where)
-            self._rows = {
-                renamed.get(segment, segment): count for segment, count in self._rows.items()
-            }
-            self._sparse = {renamed.get(segment, segment) for segment in self._sparse}
         self._spilled = set()
         if self._temporary is not None:
             self._temporary.cleanup()
@@ -423,9 +347,7 @@ class ClientStore:
             self._clean_bytes -= row.nbytes
 
     def _shrink(self) -> None:
-        """Write changed rows beyond the budget, and forget the unchanged ones that were used
-        longest ago.
-        """
+        """Write changed rows beyond the budget, and forget unchanged ones, longest unused first."""
         if self._dirty_bytes > self.budget_bytes:
             if self._flushed and self._home is not None:
                 self._write(self._home, durable=True)

@@ -46,7 +46,6 @@ class RunState:
 
     Args:
         rows: client rows of all processes.
-        server: server states by key.
         initial_vector: w^0 ``(D,)``, if a method needs it.
         rounds: number of committed rounds.
         logged: the metrics of the last committed round.
@@ -71,7 +70,6 @@ class RunState:
     _outcome: RoundOutcome | None = None
 
     def commit(self, outcome: RoundOutcome) -> None:
-        """Make the result of a round that is over the state."""
         # Copying rows needs memory and may fail; then the round has not happened.
         outcome = replace(outcome, rows=self.rows.store.owned(outcome.rows))
         # This one assignment decides: from here on the round counts. If an interrupt follows,

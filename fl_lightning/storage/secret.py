@@ -44,8 +44,8 @@ class Secret:
     def __deepcopy__(self, memo: Any) -> None:
         """A copy has none."""
 
-    def generator(self, purpose: str, t: int, onto: bytes = b"") -> np.random.Generator:
-        """Return the generator for (secret, purpose, round t, digest of ``onto``).
+    def generator(self, purpose: str, *counters: int, onto: bytes = b"") -> np.random.Generator:
+        """Return the generator for (secret, purpose, counters, digest of ``onto``).
 
         Raises:
             UserError: no fit has begun yet.
@@ -55,7 +55,8 @@ class Secret:
                 "participants: a private run draws its participants from a secret, which exists "
                 "from on_fit_start on. Ask for participants in that hook or later."
             )
-        about = struct.pack(">q", t) + hashlib.blake2b(onto).digest() + purpose.encode()
+        counted = struct.pack(f">{len(counters)}q", *counters)
+        about = counted + hashlib.blake2b(onto).digest() + purpose.encode()
         drawn = hashlib.blake2b(about, key=self._value, digest_size=40).digest()
         words = np.frombuffer(drawn, np.uint64)
         # Philox uses the first word of its counter to count draws.
@@ -81,13 +82,13 @@ NOT_YET = Secret("", b"")
 Key = int | Secret
 
 
-def drawn_from(key: Key, purpose: str, t: int, onto: bytes = b"") -> np.random.Generator:
-    """Return the generator of a secret or a seed for (purpose, round t); a secret's also for
-    ``onto``.
+def drawn_from(key: Key, purpose: str, *counters: int, onto: bytes = b"") -> np.random.Generator:
+    """Generator of a secret or a seed for (purpose, counters), up to three, such as (round, client,
+    step); a secret's also for ``onto``.
     """
     if isinstance(key, Secret):
-        return key.generator(purpose, t, onto)
-    return generator(key, purpose, t)
+        return key.generator(purpose, *counters, onto=onto)
+    return generator(key, purpose, *counters)
 
 
 def of_fit(trainer: Any, wanted: str | None, folders: Sequence[str], note: Any) -> Secret:
@@ -132,9 +133,7 @@ def _found_or_drawn(wanted: str | None, folders: list[Path]) -> tuple[str, bytes
 
 
 def _folders(ckpt_path: str | os.PathLike[str] | None, folders: Sequence[str]) -> list[Path]:
-    """Return the folders in which the file may lie: beside the checkpoint, or at the run's
-    earlier place.
-    """
+    """Folders in which the file may lie: beside the checkpoint, or at the run's earlier place."""
     if ckpt_path is None:
         return []
     # Joining an absolute folder to another leaves it unchanged.
@@ -147,7 +146,6 @@ def _path(folder: Path, name: str) -> Path:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return the bytes; None if there is no such file, or the file holds something else."""
     # Read only regular files: reading a pipe would wait forever.
     with suppress(OSError):
         if path.is_file() and path.stat().st_size == SIZE:

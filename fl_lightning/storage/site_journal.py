@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -38,18 +38,6 @@ class Journal:
     rows: Index = field(default_factory=dict)
     optimizer: str = ""
 
-    def has_optimizers(self) -> bool:
-        """Return whether there are rows of clients' optimizers."""
-        return any(map(_of_optimizer, self.rows))
-
-    def without_optimizers(self) -> Journal:
-        """Return it without the rows of the clients' optimizers."""
-        rows = {name: entry for name, entry in self.rows.items() if not _of_optimizer(name)}
-        staged = {}
-        for client, (t, names) in self.staged.items():
-            staged[client] = t, [name for name in names if not _of_optimizer(name)]
-        return replace(self, rows=rows, staged=staged)
-
 
 def read(folder: Path) -> Journal:
     """Return the folder's journal; an empty one if there is none.
@@ -68,10 +56,8 @@ def read(folder: Path) -> Journal:
                 key: torch.tensor(entry[key], dtype=torch.int64) for key in ("clients", "segments")
             }
             clients, segments = rows[name].values()
-            if clients.ndim != 1 or clients.shape != segments.shape:
-                raise ValueError(f"the clients and segments of {name[:50]} do not fit each other")
-            if bool((clients.diff() <= 0).any()) or bool((clients < 0).any()):
-                raise ValueError(f"the clients of {name[:50]} are not in ascending order")
+            if clients.shape != segments.shape or bool((clients.diff() <= 0).any()):
+                raise ValueError(f"the clients of {name[:50]} do not ascend, each with a segment")
         committed = {int(i): _whole(t) for i, t in held["committed"].items()}
         staged = {_whole(i): (_whole(t), _known(names, rows)) for i, (t, names) in held["staged"]}
         optimizer = str(held.get("optimizer", ""))
@@ -91,14 +77,9 @@ def _whole(value: object) -> int:
 
 
 def _known(names: list[str], rows: Index) -> list[str]:
-    """Return the names of staged rows, each of which the journal has to hold."""
     if lacking := [name for name in names if STAGED + name not in rows]:
         raise ValueError(f"it names rows {str(lacking[0])[:50]} that it does not hold")
     return list(names)
-
-
-def _of_optimizer(name: str) -> bool:
-    return name.removeprefix(STAGED).startswith("optimizer.")
 
 
 def latest(folder: Path) -> ClientStore:

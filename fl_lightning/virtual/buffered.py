@@ -97,18 +97,12 @@ class Buffered:
     max_staleness: NonNegativeInt | None = None
 
     def __post_init__(self) -> None:
-        name = "asynchronous=Buffered: "
-        if not isinstance(self.devices, Devices):
-            raise UserError(
-                f"{name}devices={self.devices!r} is not accepted: give "
-                "fl_lightning.systems.Devices(compute=…)."
-            )
         if self.size is None:
             object.__setattr__(self, "size", 10 if self.mixing is None else 1)
         if self.mixing is not None and (self.size != 1 or self.normalise):
             raise UserError(
-                f"{name}mixing={self.mixing:g} is FedAsync, whose server steps at each delivery: "
-                "leave size and normalise out."
+                f"asynchronous=Buffered: mixing={self.mixing:g} is FedAsync, whose server steps at "
+                "each delivery: leave size and normalise out."
             )
 
     @property
@@ -169,7 +163,7 @@ class Events:
     """The events of an asynchronous run, one after the other, from its beginning.
 
     Args:
-        settings: size, concurrency, greatest staleness.
+        settings: size, concurrency, largest staleness.
         heterogeneity: which clients are present, and which drop out.
         ticks: (version, client) → δ.
     """

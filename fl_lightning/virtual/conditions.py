@@ -97,9 +97,7 @@ def outcome(
     ticks: Callable[[int], int],
     deadline: int | None,
 ) -> Outcome:
-    """Return the outcome of a round for which ``ids`` were drawn, and the first ``n`` that
-    deliver are accepted.
-    """
+    """Return the outcome of a round: ``ids`` are drawn, the first ``n`` to deliver accepted."""
     ends = {client: ticks(client) for client in ids}
     lost = tuple(client for client in ids if dropped(client))
     surviving = [client for client in ids if client not in set(lost)]

@@ -18,7 +18,7 @@ from typing import Annotated
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.accepted import Above, AtMost, NonNegativeFloat, PositiveFloat, check, checked
+from fl_lightning.accepted import Above, AtMost, NonNegativeFloat, PositiveFloat, checked
 from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
 from fl_lightning.schedules import texts_of
@@ -74,6 +74,7 @@ class LogNormal(Distribution):
         return speeds
 
 
+@checked
 @dataclass(frozen=True)
 class Tiers(Distribution):
     """Classes of clients, to which clients are assigned at random.
@@ -86,21 +87,10 @@ class Tiers(Distribution):
         [1.0, 1.0, 1.0, 2.0]
     """
 
-    tiers: Sequence[tuple[float, float]]
+    tiers: Sequence[tuple[NonNegativeFloat, PositiveFloat]]
 
     def __post_init__(self) -> None:
-        try:
-            pairs = [(float(share), float(speed)) for share, speed in self.tiers]
-        except (TypeError, ValueError):
-            pairs = []
-        if not pairs:
-            raise UserError(
-                f"Tiers: {self.tiers!r} is not a list of (share, number), such as [(0.9, 0.1), "
-                "(0.1, 1.0)]."
-            )
-        for share, speed in pairs:
-            check("Tiers: a share", share, NonNegativeFloat)
-            check("Tiers: a tier's number", speed, PositiveFloat)
+        pairs = [(float(share), float(speed)) for share, speed in self.tiers]
         total = sum((Fraction(str(share)) for share, _ in pairs), Fraction(0))
         if abs(total - 1) > Fraction(1, 10**9):
             raise UserError(f"Tiers: the shares sum to {float(total):g}. Shares have to sum to 1.")
@@ -145,30 +135,18 @@ class Trace(Distribution):
 
 
 @cache
-def _read(path: str) -> tuple[float, ...]:
+def _read(path: str) -> Speeds:
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        numbers = np.loadtxt(Path(path).expanduser(), ndmin=1)
+    except (OSError, ValueError) as error:
         raise UserError(
             f"Trace: {path} cannot be read ({error}). Give a text file with one number per line."
         ) from None
-    numbers = []
-    for place, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            value = float(line)
-        except ValueError:
-            value = math.nan
-        if not 0 < value < math.inf:
-            raise UserError(
-                f"Trace: {path}, line {place}: {line.strip()[:40]!r} is not a number above 0, such "
-                "as 0.12."
-            )
-        numbers.append(value)
-    if not numbers:
-        raise UserError(f"Trace: {path} has no numbers. Give one number per line, for each client.")
-    return tuple(numbers)
+    if numbers.ndim != 1 or not len(numbers) or not ((numbers > 0) & (numbers < math.inf)).all():
+        raise UserError(
+            f"Trace: {path} needs numbers above 0, such as 0.12, one per line, for each client."
+        )
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -215,11 +193,6 @@ class Devices:
             raise UserError(
                 f"Devices: compute={self.compute!r} is not a distribution. Accepted: Constant, "
                 "LogNormal, Tiers, Trace of fl_lightning.systems."
-            )
-        if not (self.jitter is None or isinstance(self.jitter, HalfNormal | LogNormalJitter)):
-            raise UserError(
-                f"Devices: jitter={self.jitter!r}. Accepted: None, HalfNormal(), "
-                "LogNormalJitter(sigma)."
             )
 
 

@@ -222,9 +222,7 @@ class Asynchronous:
         )
 
     def jobs(self, rounds: int) -> Iterator[ScheduledJob]:
-        """Return the jobs that begin before the last of so many rounds ends, in the order of
-        starting.
-        """
+        """Return the jobs that begin before the last of so many rounds ends, as they start."""
         events = self._anew()
         started: dict[int, Job] = {}
         entered: dict[int, int | None] = {}

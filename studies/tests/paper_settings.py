@@ -177,6 +177,7 @@ ADAM = {
     "lr": 0.1,
     "betas": [0.9, 0.99],
     "tau": 1e-3,
+    "initial_v": None,
     "bias_correction": False,
 }
 
@@ -191,7 +192,7 @@ def ri(beta: float) -> dict[str, Any]:
 
 
 def dyn(penalty: float) -> dict[str, Any]:
-    return {"class_path": "DynamicRegularization", "penalty": penalty}
+    return {"class_path": "DynamicRegularization", "penalty": penalty, "pull": True}
 
 
 def sam(radius: float) -> dict[str, Any]:
@@ -203,7 +204,7 @@ def cm(alpha: float) -> dict[str, Any]:
 
 
 SCAFFOLD = {"class_path": "ControlVariates", "estimate": "displacement", "momentum": None}
-COMMON = {"class_path": "GlobalSharpnessAwareMinimization", "radius": 0.1}
+COMMON = {"class_path": "GlobalSharpnessAwareMinimization", "radius": 0.1, "ignore_last": False}
 ALS = {
     "class_path": "PartialAveraging",
     "periods": None,

@@ -1,4 +1,4 @@
-"""The table of methods for adapters on docs/adapters.md, calculated again from the kept runs."""
+"""The table of methods for adapters on studies/compared.md, calculated again from the kept runs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ARMS = {
 
 
 def rows() -> list[list[str]]:
-    page = (ROOT / "docs/adapters.md").read_text("utf-8")
-    section = page.partition("## Compared on a small text")[2].partition("\n## ")[0]
+    page = (ROOT / "studies/compared.md").read_text("utf-8")
+    section = page.partition("## Adapters on a small text")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from fl_lightning.lab.cli.compose import class_name, merge, packaged, read
+from fl_lightning.lab.report.claims import read_claims
 from studies.tests.paper_settings import EXPERIMENTS, FRAGMENTS
 from tests.helpers.zygote import Cli
 
@@ -36,6 +37,12 @@ UNSAID = {  # how a run is made, not what it computes; of simulated systems no p
     "download",
     "eval_batch_size",
     "learner.num_classes",
+    "learner.label_smoothing",  # nor is smoothing in their tables
+    "learner.metrics",
+    "learner.heads",
+    "quotes",
+    "mean",  # None: the data set's own
+    "std",
     "clients",
     "client_test_fraction",
     "test_clients",
@@ -43,10 +50,10 @@ UNSAID = {  # how a run is made, not what it computes; of simulated systems no p
 }
 
 
-# Devices, all methods, and domains are compared for our own pages; FlowerTune is no paper.
+# Devices, all methods, and domains are compared for our own pages.
 OURS = tuple(
     f"experiment/{name}/"
-    for name in ("adapters", "systems", "methods", "flowertune", "fedbn", "domains")
+    for name in ("adapters", "systems", "methods", "fedbn", "domains", "decentralised")
 )
 
 
@@ -95,6 +102,15 @@ def packaged_experiments() -> list[str]:
     return [
         name for name in names if "/method/" not in name and not name.endswith(("-small", "-full"))
     ]
+
+
+CLAIMS = sorted(Path(__file__).parents[1].glob("configs/**/*.claims.yaml"))
+
+
+@pytest.mark.parametrize("path", CLAIMS, ids=lambda path: path.name.removesuffix(".claims.yaml"))
+def test_the_claims_of_a_sweep_can_be_judged(path: Path) -> None:
+    """A sweep reads them before its first run."""
+    assert read_claims(path, []).claims
 
 
 def test_the_tables_name_every_experiment_and_every_fragment() -> None:

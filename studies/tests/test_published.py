@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,17 @@ import numpy as np
 import pytest
 import yaml
 
-from fl_lightning.__main__ import main
 from fl_lightning.lab.cli.compose import packaged
-from fl_lightning.lab.report import report_tables
 from fl_lightning.lab.report.cells import Table
-from fl_lightning.lab.report.printed_results import tables
 from fl_lightning.lab.report.runs import find
 from fl_lightning.lab.report.summary import summarise
-from tests.report.folders import make_arm, make_run, report
+from studies import chosen
+from studies.papers import PUBLISHED as FOLDER
+from studies.papers import report
+from studies.printed import Printed, columns
+from tests.report.folders import make_arm, make_run
 
-PUBLISHED = sorted((Path(__file__).parents[2] / "studies/published").glob("*.yaml"))
-OPTIONS: list[str] = []
-for _file in PUBLISHED:
-    OPTIONS += ["--published", str(_file)]
+PUBLISHED = sorted(FOLDER.glob("*.yaml"))
 LEVELS = {0: 0.70, 1: 0.72, 2: 0.69}
 SEEDS = range(6)
 
@@ -69,7 +68,7 @@ def test_published_numbers_stand_beside_ours_with_what_differs(tmp_path: Path) -
     (tmp_path / "s/sweep.yaml").write_text(
         "configs: [base, experiment/fedinit/table3-cifar10-small]\n"
     )
-    report(tmp_path / "out", tmp_path / "s", *OPTIONS)
+    report([tmp_path / "s"], tmp_path / "out", None, "--figures", "none")
     text = (tmp_path / "out/report.md").read_text()
     assert "| fedinit-0.1 | 75.95 | 70.33 ± 1.53 | max_epochs 150 (500) |" in text
     packaged_one = packaged()["experiment/fedinit/table3-fashionmnist-dir0.1-100-small"].read_text(
@@ -77,19 +76,19 @@ def test_published_numbers_stand_beside_ours_with_what_differs(tmp_path: Path) -
     )
     # known by its text
     (tmp_path / "s/sweep.yaml").write_text(f"{packaged_one}\n# over it: trainer.max_epochs=3\n")
-    report(tmp_path / "out", tmp_path / "s", *OPTIONS)
+    report([tmp_path / "s"], tmp_path / "out", None, "--figures", "none")
     assert (
         "| fedinit-0.1 | 75.95 | 70.33 ± 1.53 | max_epochs 150 (500) |"
         in (tmp_path / "out/report.md").read_text()
     )
     (tmp_path / "s/sweep.yaml").write_text("configs: [base]\n")
-    report(tmp_path / "out", tmp_path / "s", *OPTIONS)
+    report([tmp_path / "s"], tmp_path / "out", None, "--figures", "none")
     assert "75.95" not in (tmp_path / "out/report.md").read_text()
 
 
 def test_a_smaller_network_and_fewer_samples_are_told() -> None:
     """A twin may have the paper's class of network, and its data, in another size."""
-    table = next(table for table in tables(PUBLISHED) if "Table 2, CIFAR10" in table.source)
+    table = next(table for table in columns(PUBLISHED) if "Table 2, CIFAR10" in table.source)
     sizes = {"depth": 8, "width": 16}
     network = {"class_path": "fl_lightning.models.ResNet20", "init_args": sizes}
     config = {
@@ -102,7 +101,7 @@ def test_a_smaller_network_and_fewer_samples_are_told() -> None:
 
 
 def test_every_published_column_reads() -> None:
-    for table in tables(PUBLISHED):
+    for table in columns(PUBLISHED):
         assert table.arms and table.setting and table.source and table.configs
         most = 1 if table.metric.endswith("acc") else 10  # a loss
         assert all(0 < value < most for value, _ in table.arms.values())
@@ -118,38 +117,38 @@ def test_a_claims_difference_stands_beside_the_one_that_the_paper_printed(tmp_pa
                 make_run(tmp_path / folder / arm / f"seed-{seed}", arm, seed, columns)
         (tmp_path / folder / "sweep.yaml").write_text(text)
         sides = {"a": "fedinit-0.1", "b": "fedinit-0.0", "direction": "greater", "margin": 0}
-        claims: list[dict[str, Any]] = [
+        stated: list[dict[str, Any]] = [
             {"id": f"{folder}-acc", "metric": "val/acc", **sides},
             {"id": f"{folder}-all", "metric": "divergence/all", "scale": "log_ratio", **sides},
         ]
-        (tmp_path / folder / "claims.yaml").write_text(yaml.safe_dump(claims))
-    summary = summarise(find([tmp_path / "s", tmp_path / "t"]), printed=PUBLISHED)
+        (tmp_path / folder / "claims.yaml").write_text(yaml.safe_dump(stated))
+    folders = [tmp_path / "s", tmp_path / "t"]
+    report(folders, tmp_path / "out", None, "--figures", "none")
+    claims = json.loads((tmp_path / "out/report.json").read_text("utf-8"))["claims"]
     # The second sweep has arms of the same names, and is of no published experiment.
-    assert [claim.get("published") is None for claim in summary.to_json()["claims"]] == [
-        False,
-        False,
-        True,
-        True,
-    ]
-    theirs = [claim["published"][0]["mean"] for claim in summary.to_json()["claims"][:2]]
+    assert ["published" in claim for claim in claims] == [True, True, False, False]
+    theirs = [claim["published"][0]["mean"] for claim in claims[:2]]
     assert theirs == pytest.approx([0.7595 - 0.7253, np.log(0.76 / 0.855)])
-    table = report_tables.gains(summary)
-    assert cells(table, "published, a − b") == ["+3.42", "−0.118"]
-    assert cells(table, "ours, a − b") == ["+4.00", "+0.0556"]
-    assert cells(table, "printed") == ["75.95 − 72.53", "0.76 / 0.855"]
-    (beside,) = [table for table in report_tables.beside_published(summary) if table.rows]
+    gains, beside = Printed(PUBLISHED).tables(summarise(find(folders)))
+    assert cells(gains, "published, a − b") == ["+3.42", "−0.118"]
+    assert cells(gains, "ours, a − b") == ["+4.00", "+0.0556"]
+    assert cells(gains, "printed") == ["75.95 − 72.53", "0.76 / 0.855"]
     assert cells(beside, "arm") == ["s/fedinit-0.0", "s/fedinit-0.1"]
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [(None, "FileNotFoundError"), ("- source: x\n", "KeyError: 'arms'")]
+    ("metric", "seen"), [("clients/acc", True), ("domains/acc_mean", True), ("val/acc", False)]
 )
-def test_a_file_that_holds_no_columns_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, words: str
-) -> None:
-    make_arm(tmp_path / "s", "a", {0: 0.5})
-    if text is not None:
-        (tmp_path / "p.yaml").write_text(text)
-    options = [str(tmp_path / "s"), "--published", str(tmp_path / "p.yaml")]
-    assert main(["report", *options]) == 2
-    assert words in capsys.readouterr().err
+def test_choices_are_shown_with_what_was_tried(tmp_path: Path, metric: str, seen: bool) -> None:
+    make_arm(tmp_path / "s", "tuned", {0: 0.5})
+    (tmp_path / "s/sweep.yaml").write_text("configs: [base]\n")
+    head = f"arm,model.learner.init_args.lr,method.beta,model.clip_norm,{metric} (tail),runs,chosen"
+    rows = ["tuned,0.05,0.1,null,0.6,2,", "tuned,0.1,0.1,10.0,0.7,2,", "tuned,1.0,0.1,5.0,0.5,2,"]
+    for best, at_end in ((1, "no"), (2, "learner lr")):
+        marked = [row + "yes" * (place == best) for place, row in enumerate(rows)]
+        (tmp_path / "s/select.csv").write_text("\n".join([head, *marked]) + "\n")
+        table = chosen.table(summarise(find([tmp_path / "s"])))
+        assert cells(table, "at an end") == [at_end] and cells(table, "candidates") == ["3"]
+    assert cells(table, "chosen") == ["learner lr 1.0; method beta 0.1; model clip_norm 5.0"]
+    assert "model clip_norm 5.0, 10.0, null" in cells(table, "tried")[0]
+    assert ("held-out" not in table.title) == ("clients' test samples" in table.note) == seen

@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning import UserError
-from fl_lightning.aggregation.all_updates import memory
 from fl_lightning.callback import Clients, FederatedCallback
-from fl_lightning.callbacks import ControlVariates, PartialAveraging
+from fl_lightning.callbacks import ControlVariates
 from fl_lightning.lab.contracts.federation import (
     Outcome,
     fit,
@@ -55,7 +53,6 @@ def test_the_mean_of_updates_that_nobody_changed_has_the_bits_of_the_mean(argume
     )
 
 
-@pytest.mark.fast
 def test_rows_are_what_each_client_transmitted_in_ascending_order() -> None:
     seen: dict[str, Any] = {}
 
@@ -130,74 +127,3 @@ def test_who_diverged_has_no_row() -> None:
         federated(Bad(), participation="all", on_nonfinite="skip"), blobs(clients=5)
     )
     assert shapes == [(4, [0, 1, 2, 4], True)]
-
-
-def test_parts_that_are_not_averaged_stay_whatever_the_rule() -> None:
-    run = tiny_run(Median(), PartialAveraging({"first.*": "never"}), rounds=2)
-    first = run.layout["first.weight"][0]
-    assert torch.equal(
-        run.global_vector[first], type(run.learner)().first.weight.detach().flatten()
-    )
-
-
-@pytest.mark.parametrize(
-    ("most", "numbers", "kind", "says"),
-    [
-        (10, 3, torch.float32, "10 × 3 numbers, 120 bytes of"),
-        (128, 2, torch.float32, "128 × 2 numbers, 1 KiB of"),
-        (1000, 1000, torch.float32, "1,000 × 1,000 numbers, 3.81 MiB of"),
-        (1000, 1000, torch.float64, "7.63 MiB of"),
-        (1000, 1000, torch.bfloat16, "3.81 MiB of"),
-        (2**10, 2**18, torch.float32, "1 GiB of"),
-    ],
-)
-def test_the_memory_is_told_in_units_of_its_size(
-    most: int, numbers: int, kind: torch.dtype, says: str
-) -> None:
-    assert says in memory("Median", most, torch.empty(numbers, dtype=kind, device="meta"))
-
-
-def test_the_memory_is_said_before_round_0_and_asking_for_too_much_is_an_error() -> None:
-    module = federated()
-    with pytest.warns(
-        UserWarning,
-        match="Median: the updates of all participants are held at once, 3 × 204 numbers",
-    ):
-        trainer(1, [Median()]).fit(module, blobs())
-    assert not tiny_run(ControlVariates()).notes
-
-    class Adding(FederatedCallback):
-        def on_server_update(self, server: Any, updates: Tensor) -> None:
-            assert updates.shape == (3, 204) and updates is server.updates
-            server.update += updates.mean(0)
-
-    trainer(1, [Adding()]).fit(federated(), blobs())
-
-    class Asking(FederatedCallback):
-        def on_round_end(self, server: Any) -> None:
-            server.log("spread", server.updates.std())
-
-    with pytest.raises(UserError, match="Write gathers = True in the class Asking"):
-        trainer(1, [Asking()]).fit(federated(), blobs())
-
-    class Shorter(FederatedCallback):
-        def on_updates(self, server: Any) -> None:
-            server.updates = server.updates[:1]
-
-    with pytest.raises(ValueError, match=r"shape \(3, 204\)"):
-        trainer(1, [Shorter()]).fit(federated(), blobs())
-
-
-def test_what_stands_for_clients_comes_before_what_the_server_does() -> None:
-    order: list[str] = []
-
-    def hook(name: str, of_clients: bool) -> FederatedCallback:
-        body = {
-            "order": -1 if of_clients else 0,
-            "on_updates": lambda self, server: order.append(name),
-        }
-        made: FederatedCallback = type(name, (FederatedCallback,), body)()
-        return made
-
-    tiny_run(hook("Server", False), hook("Attack", True), rounds=1)
-    assert order == ["Attack", "Server"]

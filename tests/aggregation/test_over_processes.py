@@ -106,22 +106,6 @@ def test_processes_own_subtrees_of_it(parts: list[bool], world: int, draw: rando
     assert bits(summed(totals, list(range(world)))) == bits(reference(leaves(parts)))
 
 
-@pytest.mark.parametrize(
-    ("n", "absent"),
-    [(0, []), (1, []), (3, []), (10, [0, 4, 7]), (9, [1, 3, 5, 7]), (6, [0, 1, 2, 3, 4, 5])],
-)
-def test_no_leaf_or_leaves_that_take_no_part(n: int, absent: list[int]) -> None:
-    total = summed(leaves([j not in absent for j in range(n)]), list(range(n)))
-    assert (total is None) == (len(absent) == n)
-    assert total is None or total.n is None or int(total.n) == n - len(absent)
-
-
-def test_the_order_of_adding_shows_in_the_bits_of_a_plain_sum() -> None:
-    """Else the tests above would show nothing."""
-    rows = [each.x for each in leaves([True] * 30) if each is not None and each.x is not None]
-    assert not torch.equal(sum(rows, torch.zeros(7)), sum(reversed(rows), torch.zeros(7)))
-
-
 @pytest.mark.parametrize("n", [1, 2, 6, 32, 100, 1000])
 def test_in_its_visiting_order_few_leaves_are_held_at_once(n: int) -> None:
     tree: TreeSum[Leaf] = TreeSum(n)

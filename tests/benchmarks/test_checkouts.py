@@ -53,7 +53,6 @@ def compared(python: str, old: Path, new: Path, arguments: str, out: Path) -> tu
     return done.returncode, done.stdout, json.loads(out.read_text())
 
 
-@pytest.mark.fast
 def test_a_planted_factor_is_found_and_nothing_else(python: str, tmp_path: Path) -> None:
     new = tmp_path / "new"
     shutil.copytree(

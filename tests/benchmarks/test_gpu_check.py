@@ -7,7 +7,6 @@ import json
 import subprocess
 from pathlib import Path
 
-import pytest
 import torch
 
 from benchmarks.gpu_compositions import COMPOSITIONS
@@ -16,7 +15,6 @@ ROOT = Path(__file__).parents[2]
 COMMAND = ["-m", "benchmarks.gpu_check"]
 
 
-@pytest.mark.fast
 def test_it_compares_times_and_profiles(python: str, tmp_path: Path) -> None:
     few = [
         "--check",

@@ -1,8 +1,7 @@
-"""IFCA: one centre is FedAvg, several part the clients; who never took part has a model, too."""
+"""IFCA: centres part the clients; who never took part has a model, too."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,38 +10,13 @@ import torch
 
 from fl_lightning import FederatedCallback, UserError
 from fl_lightning import callbacks as c
-from fl_lightning.lab.contracts.federation import fit, outcome, quiet, require_same
 from fl_lightning.sampling import generator
-from tests.callbacks.test_identities import run, same
+from tests.callbacks.test_identities import run
 from tests.helpers.federation import quadratics
 from tests.oracles.oracle import TwoLayer
 from tests.oracles.problems import Quadratic
 
 CENTRES = "ClusteredModels.centres"
-
-
-@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
-def test_one_centre_is_fedavg_to_the_bit(engine: str) -> None:
-    logger = c.CommunicationLogger
-    ours = run(c.ClusteredModels(1), logger(), engine=engine)
-    theirs = run(logger(), engine=engine)
-    same(ours, theirs)
-    assert all(
-        (states[CENTRES] == w).all()
-        for states, w in zip(ours.record.server, ours.record.w, strict=True)
-    )
-    for name in ("communication/total_bytes", "cost/gradients", "cost/forwards"):
-        assert ours.record.metrics[-1][name] == theirs.record.metrics[-1][name], name
-
-
-def test_one_centre_stands_beside_what_goes_by_w() -> None:
-    def beside() -> list[Any]:
-        return [c.DynamicRegularization(0.1), c.RelaxedInitialization(0.1), c.TopKCompression(0.5)]
-
-    adam = {"server_optimizer": lambda w: torch.optim.SGD(w, 0.7, momentum=0.5)}
-    ours = run(c.ClusteredModels(1), *beside(), **adam)
-    same(ours, run(*beside(), **adam))
-    assert (ours.record.server[-1][CENTRES][0] == ours.record.w[-1]).all()
 
 
 def opposed() -> Quadratic:
@@ -96,27 +70,6 @@ def test_drawn_centres_follow_from_the_seed() -> None:
     assert ours.record.metrics[0]["clusters/share_0"] == pytest.approx(share)
 
 
-@pytest.mark.parametrize(
-    "beside, options, says",
-    [
-        ([c.ProximalTerm()], {}, "ProximalTerm.*goes by clients.w"),
-        ([c.DynamicRegularization()], {}, "DynamicRegularization.*goes by clients.w"),
-        ([c.RelaxedInitialization()], {}, "RelaxedInitialization.*goes by clients.w"),
-        ([c.MixedAscent()], {}, "MixedAscent.*goes by clients.w"),
-        ([c.LocallyEstimatedPerturbation()], {}, "LocallyEstimated.*goes by clients.w"),
-        ([c.TopKCompression()], {}, "TopKCompression cannot run together"),
-        ([c.RobustAggregation("median")], {}, "RobustAggregation cannot run together"),
-        ([c.ExtrapolatedStep()], {}, "ExtrapolatedStep cannot run together"),
-        ([c.PartialAveraging({"net.0.*": 2})], {}, "PartialAveraging cannot run together"),
-        ([], {"server_optimizer": lambda w: torch.optim.SGD(w, 0.5)}, "with k=2 .* rate 1"),
-        ([], {"server_optimizer": lambda w: torch.optim.Adam(w, 0.1)}, "with k=2 .* rate 1"),
-    ],
-)
-def test_what_goes_by_one_model_is_refused(beside: Any, options: Any, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        run(c.ClusteredModels(2), *beside, rounds=1, **options)
-
-
 class GoesByW(FederatedCallback):
     """A method of a user's own."""
 
@@ -142,13 +95,4 @@ def test_who_reads_w_is_refused_by_name_where_it_means_nothing(engine: str) -> N
         says = f"ClusteredModels and {name} cannot run together: {name} uses clients.w"
         with pytest.raises(UserError, match=says):
             run(c.ClusteredModels(2), method, rounds=1, engine=engine)
-        run(c.ClusteredModels(1), method, rounds=1, engine=engine)
     run(c.ClusteredModels(2), c.ControlVariates(), Distance(), rounds=1, engine=engine)
-
-
-def test_a_resumed_run_keeps_its_centres(tmp_path: Path) -> None:
-    with quiet():
-        fit([c.ClusteredModels(2)], 2, folder=str(tmp_path))
-        resumed = outcome(fit([c.ClusteredModels(2)], 4, folder=str(tmp_path), resume=True))
-        whole = outcome(fit([c.ClusteredModels(2)], 4))
-    require_same(whole, resumed, 0.0, "resumed", "")

@@ -1,19 +1,25 @@
-"""Methods together: their order does not matter, what cannot run together is refused, what is sent
-is counted."""
+"""Methods together: their order does not matter, what is sent is counted, and what a method cannot
+mean is said once."""
 
 from __future__ import annotations
 
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from fl_lightning import InMemoryDataModule, UserError
+from fl_lightning import InMemoryDataModule
 from fl_lightning import callbacks as c
-from fl_lightning.models import ImageClassifier, ResNet20
+from fl_lightning.callback_list import CallbackList
+from fl_lightning.models import Classifier, ResNet20
+from fl_lightning.optim import FedAdam
+from fl_lightning.schedules import Linear
+from fl_lightning.testing import tiny_run
 from tests.helpers.federation import Run, fit, network, quadratics
+from tests.helpers.learners import blobs, federated, trainer
 from tests.oracles.problems import Quadratic
 
 D = 31
@@ -31,35 +37,6 @@ def test_order_of_callbacks_does_not_matter() -> None:
         methods = [method for j in order for method in (owning[j], adding[-j])]
         ends.append(network(methods, 4, clip_norm=0.9).record.w[-1])
     assert max(np.abs(end - ends[0]).max() for end in ends) < 1e-13
-
-
-@pytest.mark.parametrize(
-    "a, b",
-    [
-        (c.SharpnessAwareMinimization, c.GlobalSharpnessAwareMinimization),
-        (c.TopKCompression, c.NormalizedAveraging),
-        (c.PartialAveraging, c.GlobalSharpnessAwareMinimization),
-        (c.PartialAveraging, c.NormalizedAveraging),
-        (c.PartialAveraging, c.TopKCompression),
-        (lambda: c.RelaxedInitialization(average="updates"), c.TopKCompression),
-        (lambda: c.RelaxedInitialization(offset="mean"), c.PartialAveraging),
-        (lambda: c.RelaxedInitialization(offset="centred"), c.PartialAveraging),
-        (c.ClientMomentum, c.ClientMomentum),
-    ],
-)
-@pytest.mark.parametrize("swapped", [False, True])
-def test_what_cannot_run_together_is_refused_with_both_names_and_the_reason(
-    a: Any, b: Any, swapped: bool
-) -> None:
-    pair = [a(), b()][:: -1 if swapped else 1]
-    with pytest.raises(UserError) as refused:
-        network(pair, 1)
-    assert all(type(callback).__name__ in str(refused.value) for callback in pair)
-    assert (
-        "both decide" in str(refused.value)
-        or "cannot run together" in str(refused.value)
-        or "once" in str(refused)
-    )
 
 
 def test_what_loggers_let_clients_keep_is_not_counted_their_optimizer_is() -> None:
@@ -88,21 +65,15 @@ def test_largest_entries_are_sent_ties_by_lowest_index_and_the_rest_is_remembere
         local_steps=1,
     )
     assert record.record.w[0].tolist() == [1.0, -2.0, 1.0, 0.0, 0.0, 0.0]
-    assert record.record.rows[0]["TopKCompression.error"][0].tolist() == [
-        0.0,
-        0.0,
-        0.0,
-        0.0,
-        0.5,
-        -1.0,
-    ]
+    kept = record.record.rows[0]["TopKCompression.error"][0]
+    assert kept.tolist() == [0.0, 0.0, 0.0, 0.0, 0.5, -1.0]
     assert record.record.w[1].tolist() == [1.0, -2.0, 1.0, 0.0, 1.0, -2.0]
 
 
 def resnet(callbacks: list[Any], rounds: int) -> Run:
     x, y = torch.zeros(2, 3, 8, 8), torch.tensor([0, 1])
     return fit(
-        ImageClassifier(ResNet20(10), 10),
+        Classifier(ResNet20(10), 10),
         InMemoryDataModule((x, y), clients=[[0], [1]], batch_size=None),
         callbacks,
         rounds,
@@ -126,3 +97,102 @@ def test_sent_parameters_of_fedals_on_resnet20(alpha: int) -> None:
     published = {1: 2.344e9, 5: 0.473e9, 10: 0.239e9}[alpha]
     measured = 8690 * last["communication/up_parameters"] / (2 * rounds)
     assert measured == pytest.approx(published, rel=3e-3)
+
+
+def test_a_budget_of_bytes_ends_the_run_after_the_round_that_reaches_it(tmp_path: Path) -> None:
+    def fitted(budget: Any, path: Path | None = None) -> Any:
+        run = trainer(6, [c.CommunicationLogger(budget=budget)])
+        run.fit(federated(), blobs(), ckpt_path=path)
+        return run
+
+    each = int(fitted(None).callback_metrics["communication/total_bytes"]) // 6
+    for budget, rounds in ((2 * each, 2), (2 * each + 1, 3), (each, 1)):
+        run = fitted(budget)
+        assert run.current_epoch == rounds
+        assert int(run.callback_metrics["communication/total_bytes"]) == rounds * each
+        assert any("budget" in note for note in run.lightning_module.notes)
+    path = tmp_path / "x.ckpt"
+    run.save_checkpoint(path)
+    given = (float(each), 3 * each, None)
+    assert [fitted(budget, path).current_epoch for budget in given] == [1, 3, 6]
+
+
+def test_bias_correction_is_adams() -> None:
+    """With v from 0 the first step is lr · d/(|d| + τ), whatever the betas."""
+    start = network(
+        [], 1, server_optimizer=lambda w: FedAdam(w, 0.1, tau=1e-12, bias_correction=True)
+    )
+    moved = start.record.w[0] - start.start
+    assert np.abs(np.abs(moved) - 0.1).max() < 1e-9
+
+
+def test_weights_that_a_method_does_not_take_are_said() -> None:
+    weighted = network(
+        [c.ControlVariates("gradient"), c.DynamicRegularization()], 1, weighting="samples"
+    ).module.notes
+    assert len(weighted) == 2 and all("uniform mean over clients" in note for note in weighted)
+
+
+def test_a_schedule_at_its_bounds_runs() -> None:
+    tiny_run(c.GlobalDirection(Linear(0.0, 1.0, 2), "mix"), rounds=3)
+    tiny_run(c.GlobalDirection(Linear(0.0, 2.0, 2), "add"), rounds=3)
+
+
+MEAN_GRADIENT = "for the mean gradient of its steps; "
+
+
+@pytest.mark.parametrize("direction", [c.AdamDirection, c.MuonDirection])
+@pytest.mark.parametrize(
+    "reader", [c.ControlVariates, c.ClientMomentum, c.MomentumGuidedPerturbation]
+)
+def test_a_mean_direction_that_is_added_to_gradients_is_noted(direction: Any, reader: Any) -> None:
+    """The displacement is then a mean of directions, which have another scale than gradients."""
+    for others in ([], [c.GlobalDirection()]):
+        (said,) = [
+            note for note in tiny_run(direction(), *others, reader()).notes if MEAN_GRADIENT in note
+        ]
+        assert said.startswith(reader.__name__) and direction.__name__ in said
+        assert ("estimate='gradient'" in said) is (reader is c.ControlVariates)
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [
+        lambda: [c.AdamDirection(), c.ControlVariates("gradient")],
+        # It adds the mean direction to directions.
+        lambda: [c.AdamDirection(), c.GlobalDirection()],
+        lambda: [c.ControlVariates(), c.GlobalDirection()],
+    ],
+)
+def test_a_mean_gradient_or_a_mean_direction_in_its_place_gets_no_note(methods: Any) -> None:
+    assert not [note for note in tiny_run(*methods()).notes if MEAN_GRADIENT in note]
+
+
+@pytest.mark.parametrize("direction", [c.AdamDirection, c.MuonDirection])
+def test_a_momentum_that_sees_zeros_where_a_part_rests_is_noted(direction: Any) -> None:
+    notes = tiny_run(direction(), c.AlternatingHead(), local_epochs=2).notes
+    assert any(f"{direction.__name__} gets a gradient of 0" in note for note in notes)
+
+
+@pytest.mark.parametrize("pull", [c.ProximalTerm, c.DynamicRegularization, c.MixedAscent])
+def test_a_pull_that_fednovas_work_does_not_count_is_noted(pull: Any) -> None:
+    (said,) = [n for n in tiny_run(c.NormalizedAveraging(), pull()).notes if "τ_i" in n]
+    assert said.startswith(f"NormalizedAveraging: {pull.__name__} pulls")
+    assert not any("τ_i" in n for n in tiny_run(c.NormalizedAveraging()).notes)
+
+
+def test_an_argument_that_is_called_like_a_hook_is_compared_too() -> None:
+    (averaged,) = CallbackList([c.MixedAscent(aggregate="participants")]).fingerprint().values()
+    (others,) = CallbackList([c.MixedAscent()]).fingerprint().values()
+    assert averaged == f"{others}, aggregate='participants'"
+
+
+def test_averaged_moments_run_beside_no_kept_parts_and_fresh_ones_do() -> None:
+    methods = [c.AdamDirection(), c.PartialAveraging({"net.0.*": 3})]
+    run = network(methods, 3)
+    assert np.isfinite(run.record.w[-1]).all()
+
+
+def test_methods_that_step_by_the_rounds_rate_are_noted() -> None:
+    run = network([c.DecayWithinRound(), c.ProximalPersonalModel()], 1)
+    assert any("steps of its own at the round's learning" in note for note in run.module.notes)

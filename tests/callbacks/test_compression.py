@@ -12,14 +12,13 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from fl_lightning import InMemoryDataModule, UserError
+from fl_lightning import InMemoryDataModule
 from fl_lightning import callbacks as c
-from fl_lightning.callback import FederatedCallback
+from fl_lightning.callback import wire
 from fl_lightning.callback_list import CallbackList
 from fl_lightning.sampling import generator
 from tests.helpers.compositions import POWERSGD, QSGD, RANDK, SIGN, TOPK, compressor
 from tests.helpers.federation import BATCH, Run, fit, network, samples
-from tests.oracles import compression
 from tests.oracles.oracle import Config, TwoLayer, run
 
 ROUNDS = 10
@@ -125,71 +124,6 @@ def test_a_direction_that_a_client_does_not_have_is_zero_from_then_on() -> None:
         assert second[:, 0].all() and not second[:, 1].any()
 
 
-@pytest.mark.parametrize("levels", [1, 127])
-def test_ten_rounds_of_a_quantised_broadcast_agree_with_the_oracle(levels: int) -> None:
-    methods = [c.QuantizedBroadcast(levels), c.QuantizedUpdate(), c.CommunicationLogger()]
-    ours = wide(methods)
-    config = Config(lr=0.3, weight_decay=0.01, compression=QSGD, broadcast=levels)
-    theirs = run(TwoLayer(*SHAPE), config, ROUNDS, ours.start, ours.schedule)
-    bits = 4 * 32 + 152 * math.ceil(math.log2(2 * levels + 1))
-    for t, expected in enumerate(theirs):
-        assert near(ours.record.w[t], expected.w), t
-        logged = ours.record.metrics[t]
-        assert logged["communication/down_bytes"] == (t + 1) * 3 * math.ceil(bits / 8)
-        assert logged["communication/total_bytes"] == expected.metrics["communication/total_bytes"]
-
-
-class Given(FederatedCallback):
-    """What clients get as w, in each round."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w: dict[int, list[Any]] = {}
-
-    def on_local_end(self, clients: Any) -> None:
-        self.w.setdefault(clients.round, []).append(clients.w.numpy().copy())
-
-
-def test_a_broadcast_is_the_same_for_all_and_w0_plus_levels_of_a_scale() -> None:
-    """So w^0, four scales and 152 whole numbers from -3 to 3 are all that a client needs."""
-    given = Given()
-    ours = wide([c.QuantizedBroadcast(3), given], 6)
-    assert np.array_equal(given.w[0][0], ours.start), "in round 0 that is w^0"
-    layers = [slice(0, 36), slice(36, 48), slice(48, 144), slice(144, 152)]
-    for t in range(1, 6):
-        assert all(np.array_equal(w, given.w[t][0]) for w in given.w[t])
-        moved = ours.record.w[t - 1] - ours.start
-        for layer in layers:
-            scale = compression.upwards(float(np.linalg.norm(moved[layer])))
-            levels = (given.w[t][0] - ours.start)[layer] * 3 / scale
-            assert np.abs(levels - np.rint(levels)).max() < 1e-6
-            assert np.abs(levels).max() < 3.5 and len(np.unique(np.rint(levels))) > 1
-
-
-class Ends(FederatedCallback):
-    """Where clients of round 1 end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.x: list[Any] = []
-
-    def on_local_end(self, clients: Any) -> None:
-        if clients.round == 1:
-            self.x.append(clients.x[0].numpy().copy())
-
-
-def test_distances_are_from_the_server_to_where_clients_end_not_by_way_of_what_they_got() -> None:
-    ends = Ends()
-    loggers = [c.DivergenceLogger(), c.ConsensusDistanceLogger(), ends]
-    ours = wide([c.QuantizedBroadcast(1), *loggers], 2).record
-    x, logged = np.array(ends.x), ours.metrics[-1]
-    away = ((x - ours.w[-1]) ** 2).sum(1).mean()
-    assert logged["divergence/participants"] == pytest.approx(away, rel=1e-6)
-    centre, spread = x.mean(0), ((x - x.mean(0)) ** 2).mean(0)
-    relative = spread[:48].sum() / (centre[:48] ** 2).sum()
-    assert logged["consensus_relative/net.0"] == pytest.approx(relative, rel=1e-6)
-
-
 class Message:
     """A file between a client and the server: arrays by name, and what they weigh."""
 
@@ -255,10 +189,8 @@ def test_a_server_needs_the_counted_bytes_and_nothing_else(name: str, dtype: tor
 
 
 def test_numbers_that_numpy_does_not_have_travel_as_their_bits() -> None:
-    from fl_lightning.callback import as_array, as_tensor
-
     values = torch.randn(20).bfloat16()
-    assert torch.equal(as_tensor(as_array(values), values)[0], values)
+    assert torch.equal(wire.as_tensor(wire.as_array(values), values)[0], values)
 
 
 def test_with_participants_ef21_has_no_message_from_which_alone_the_server_could_go_on() -> None:
@@ -269,74 +201,11 @@ def test_with_participants_ef21_has_no_message_from_which_alone_the_server_could
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 8, 9, 17])
 def test_packed_numbers_take_their_bits_and_come_back(bits: int) -> None:
-    from fl_lightning.callback import packed, unpacked
-
     for size in (0, 1, 7, 8, 2**20 - 1, 2**20 + 3):
         numbers = generator(0, "numbers", bits, size).integers(0, 2**bits, size)
-        there = packed(numbers, bits)
+        there = wire.packed(numbers, bits)
         assert there.dtype == np.uint8 and len(there) == math.ceil(size * bits / 8)
-        assert np.array_equal(unpacked(there, bits, size), numbers)
-
-
-class Drawn(pl.LightningModule):
-    """Its only client moves from 0 to the same v in every round: to one step of learning rate 1."""
-
-    v = torch.tensor([0.3, -1.7, 0.0, 1e-3, 2.9, -0.01, 0.4], dtype=torch.float64).repeat(50)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(350, dtype=torch.float64))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return -(self.w * self.v).sum()
-
-
-def draws(method: Any, rounds: int, clients: int) -> np.ndarray[Any, Any]:
-    """What the hook makes of v for so many rounds and clients, rows."""
-    kept: list[Tensor] = []
-    cls: Any = type(method)
-
-    def transmit(self: Any, there: Any, update: Tensor) -> Tensor:
-        sent: Tensor = cls.transmit(self, there, update)
-        kept.append(sent[0].clone())
-        return sent
-
-    method.__class__ = type(cls.__name__, (cls,), {"transmit": transmit})
-    data = InMemoryDataModule(
-        (torch.zeros(clients, 1), torch.zeros(clients)),
-        clients=[[i] for i in range(clients)],
-        batch_size=1,
-    )
-    options: dict[str, Any] = {"participation": "all", "local_steps": 1}
-    options["client_optimizer"] = lambda p: torch.optim.SGD(p, 1.0)
-    # Every round begins at 0, so that each client's update is v.
-    fit(Drawn(), data, [method], rounds, server_optimizer=still, **options)
-    return np.array([sent.numpy() for sent in kept])
-
-
-def still(parameters: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(parameters, 0.0)
-
-
-@pytest.mark.parametrize(
-    "method",
-    [lambda: c.QuantizedUpdate(1), lambda: c.QuantizedUpdate(7, "max"), lambda: c.RandomK(0.3)],
-    ids=["QSGD, one level", "QSGD, max", "rand-k"],
-)
-def test_ten_thousand_draws_have_the_update_as_their_mean(method: Any) -> None:
-    made = draws(method(), 20, 10)
-    assert len(np.unique(made, axis=0)) == 200, "each round and client draws anew"
-    made = made.reshape(10_000, 7)
-    error = np.abs(made.mean(0) - Drawn.v.numpy()[:7])
-    # Five standard errors of the mean; a scale in float32 is up to 1e-7 too large.
-    assert (error <= 5 * made.std(0) / 100 + 1e-6).all(), error
-    assert made.std(0).max() > 0.01
-
-
-def test_the_sign_of_nothing_is_plus_as_it_has_one_bit() -> None:
-    v = Drawn.v.numpy()
-    scale = np.float32(np.abs(v).mean())
-    assert np.array_equal(draws(c.SignUpdate(), 1, 1)[0], np.where(v >= 0, scale, -scale))
+        assert np.array_equal(wire.unpacked(there, bits, size), numbers)
 
 
 def test_a_run_resumes_with_the_same_compressor_alone() -> None:
@@ -346,39 +215,6 @@ def test_a_run_resumes_with_the_same_compressor_alone() -> None:
     ]
     assert prints[0] == "compressor=TopKCompression(fraction=0.1), average='participants'"
     assert len(set(prints)) == 4
-
-
-@pytest.mark.parametrize("levels", [1, 2, 7, 127, 2**20])
-@pytest.mark.parametrize("norm", ["l2", "max"])
-def test_levels_stay_within_their_bits(levels: int, norm: Any) -> None:
-    letters: dict[Any, Message] = {}
-    rule = {**QSGD, "levels": levels, "norm": norm}
-    wide([encoding(rule, letters, "transmit first")], 2)
-    bits = math.ceil(math.log2(2 * levels + 1))
-    seen = []
-    for letter in letters.values():
-        arrays = letter.arrays()
-        assert arrays["scales"].dtype == np.float32 and len(arrays["scales"]) == 4
-        digits = np.unpackbits(arrays["levels"], bitorder="little")[: 152 * bits]
-        seen.append(digits.reshape(152, bits) @ (1 << np.arange(bits)) - levels)
-    assert np.abs(seen).max() <= levels
-    assert np.abs(seen).max() == levels or norm == "l2"
-
-
-@pytest.mark.parametrize("weighting", ["uniform", "samples"])
-@pytest.mark.parametrize(
-    "method",
-    [lambda: c.QuantizedUpdate(None), lambda: c.RandomK(1.0), lambda: c.QuantizedBroadcast(None)],
-    ids=["no levels", "every coordinate", "no levels down"],
-)
-def test_neutral_settings_are_fedavg_to_the_bit_and_in_bytes(method: Any, weighting: str) -> None:
-    options = {"weighting": weighting, "clip_norm": 0.9}
-    ours = network([method(), c.CommunicationLogger()], 5, **options).record
-    average = network([c.CommunicationLogger()], 5, **options).record
-    assert np.array_equal(ours.w, average.w)
-    for name, value in average.metrics[-1].items():
-        if not name.startswith("time/"):
-            assert ours.metrics[-1][name] == value, name
 
 
 def test_without_levels_the_server_knows_what_it_knows_in_fedavg() -> None:
@@ -397,46 +233,3 @@ def test_what_others_add_to_the_update_is_no_part_of_ef21s_mean() -> None:
     record = network([method, c.DynamicRegularization(0.1)], 6).record
     mean = sum(record.rows[-1]["ErrorFeedback21.h"].values()) / 8
     assert np.abs(record.server[-1]["ErrorFeedback21.mean"] - mean).max() < 1e-15
-
-
-def test_small_tensors_of_powersgd_travel_as_they_are() -> None:
-    """Biases, and matrices of which two factors would be no fewer numbers."""
-    counted = "communication/up_parameters"
-    sizes = {1: (12 + 3) + (8 + 12), 2: 2 * (12 + 3) + 2 * (8 + 12), 3: 36 + 3 * (8 + 12), 6: 132}
-    for rank, matrices in sizes.items():
-        sent = wide([c.LowRankUpdate(rank), c.CommunicationLogger()], 1).record
-        assert sent.metrics[-1][counted] == 3 * (matrices + 12 + 8)
-        for row in sent.rows[-1]["LowRankUpdate.error"].values():
-            assert not row[36:48].any() and not row[144:].any()
-    raw = wide([c.LowRankUpdate(6)], 3).record.w
-    assert np.array_equal(raw, wide([], 3).record.w)
-
-
-REFUSED: list[tuple[Any, str]] = [
-    (lambda: c.ErrorFeedback21(c.QuantizedUpdate()), "QuantizedUpdate.*needs a contraction"),
-    (lambda: c.ErrorFeedback21(c.RandomK(0.5)), "memory=False.*needs a contraction"),
-    (lambda: c.ErrorFeedback21(c.LowRankUpdate()), "LowRankUpdate.*needs a contraction"),
-    (lambda: c.ErrorFeedback21("top-k"), "'top-k'.*needs a contraction"),
-]
-
-
-@pytest.mark.parametrize(("make", "named"), REFUSED)
-def test_what_cannot_work_is_refused_by_name(make: Any, named: str) -> None:
-    with pytest.raises(UserError, match=named) as refused:
-        make()
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [c.QuantizedUpdate, c.SignUpdate, lambda: c.RandomK(0.5), c.LowRankUpdate, c.TopKCompression],
-)
-def test_one_compression_a_run_and_none_beside_parts(make: Any) -> None:
-    for other in (c.ErrorFeedback21(None), c.PartialAveraging()):
-        with pytest.raises(UserError, match=r"both decide what clients send|cannot run together"):
-            network([make(), other], 1)
-
-
-def test_no_quantised_broadcast_beside_parts() -> None:
-    with pytest.raises(UserError, match="cannot run together"):
-        network([c.QuantizedBroadcast(), c.PartialAveraging()], 1)

@@ -17,20 +17,22 @@ from torch import Tensor
 
 from fl_lightning import FederatedCallback, UserError
 from fl_lightning import callbacks as c
+from fl_lightning.callbacks.decentralised.without_server import WithoutServer
 from fl_lightning.learner.layout import Layout
 from tests.callbacks.test_adapters import NET, TRAININGS, Halves, ours
-from tests.engines.test_every_method import CASES, Logged, learners
+from tests.engines.test_every_method import CASES, COMPOSED, learner
 from tests.helpers.agreement import trained
 from tests.helpers.low_rank import Adapted
 
 SHIFT = 0.1
 # These read a model that is not what clients were given, by their definition: FedInit starts a
-# client that never took part away from w^0; LoRA-FAIR fits B to the A of the next model.
-OF_W = ("method/fedinit", "method/ri", "method/lora_fair")
+# client that never took part away from w^0; LoRA-FAIR fits B to the A of the next model; FedGMT
+# averages the server's models.
+OF_W = ("method/fedinit", "method/ri", "method/lora_fair", "method/fedgmt")
 # They own `broadcast` themselves.
 OWNERS = ("method/fedacg", "method/fedgloss", "method/fednsam", "method/ifca", "QuantizedBroadcast")
 # They compute each client's factors from w^t and its update.
-OF_FACTORS = ("method/flexlora", "method/flora", "method/hetlora")
+OF_FACTORS = ("method/flexlora", "method/flora", "method/hetlora", "method/fedsvd")
 
 
 def shift(size: int) -> Tensor:
@@ -55,23 +57,24 @@ def moved(learner: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [each for each in CASES if each not in (*COMPOSED, "every hook")])
 def test_a_method_follows_the_model_that_clients_were_given(name: str) -> None:
-    learner = learners(name, Logged).get("learner", Logged)
+    logged = learner(name, draws=False)
     methods, options = CASES[name]()
     options = {**options, "clip_norm": 0.9, "rounds": 4}
-    if name in (*OWNERS, *OF_FACTORS):
+    serverless = any(isinstance(method, WithoutServer) for method in methods)
+    if serverless or name in (*OWNERS, *OF_FACTORS):
         says = "both decide what clients get" if name in OWNERS else "and Shifted cannot run"
         with pytest.raises(UserError, match=says):
-            trained(([*methods, Shifted()], {}), "sequential", learner=learner, **options)
+            trained(([*methods, Shifted()], {}), "sequential", learner=logged, **options)
         return
-    run = trained(([*methods, Shifted()], {}), "sequential", learner=learner, **options)
-    plain = trained((CASES[name]()[0], {}), "sequential", learner=lambda: moved(learner), **options)
+    run = trained(([*methods, Shifted()], {}), "sequential", learner=logged, **options)
+    plain = trained((CASES[name]()[0], {}), "sequential", learner=lambda: moved(logged), **options)
     differences = [
         np.abs(one + shift(one.size).numpy() - other).max()
         for one, other in zip(run.record.w, plain.record.w, strict=True)
     ]
-    assert max(differences) < 1e-12 if name not in OF_W else min(differences) > 1e-3
+    assert max(differences) < 1e-9 if name not in OF_W else min(differences) > 1e-3
 
 
 @pytest.mark.parametrize("untrained", ["given", "zero"])
@@ -154,17 +157,3 @@ def test_lora_fair_corrects_b_for_the_next_a(beside: str, first: bool) -> None:
             assert np.abs(a - mean_a).max() < 1e-12, f"A in round {t}"
             assert np.abs(b - mean_b - change).max() < 1e-9, f"B in round {t}"
         plain = w
-
-
-def test_lora_fair_corrects_b_for_the_a_that_feddyn_moves() -> None:
-    alone, seen = c.DynamicRegularization(0.2), Seen()
-    plain = ours([alone], TRAININGS["sgd"], rounds=1).record.w[0]
-    callbacks = [c.CorrectedFactor(0.1), c.DynamicRegularization(0.2), seen]
-    w = ours(callbacks, TRAININGS["sgd"], rounds=1).record.w[0]
-    ids, p = seen.rounds[0]
-    rows = np.stack([seen.models[0, i] for i in ids])
-    for layer in NET.layers:
-        a, b = layer.factors(w)
-        plain_a, plain_b = layer.factors(plain)
-        assert np.array_equal(a, plain_a) and np.abs(a - layer.factors(p @ rows)[0]).max() > 1e-6
-        assert np.abs(b - plain_b - correction(layer, p, rows, a)).max() < 1e-12

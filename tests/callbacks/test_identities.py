@@ -5,19 +5,25 @@ Partial participation, clients of unequal size, decaying rate, weight decay, cli
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from fl_lightning import UserError
+from fl_lightning import InMemoryDataModule, UserError
 from fl_lightning import callbacks as c
-from fl_lightning.schedules import Steps
-from fl_lightning.systems import Constant, Devices, SystemHeterogeneity, VirtualClock
+from fl_lightning.callback import FederatedCallback
+from fl_lightning.errors import Diverged
+from fl_lightning.lab.contracts.federation import Learner, quiet
+from fl_lightning.lab.contracts.federation import fit as tiny
+from fl_lightning.systems import Buffered, Constant, Devices
 from tests.engines.test_every_method import config
-from tests.helpers.federation import Run, network, quadratics
+from tests.helpers.federation import BATCH, Network, Run, fit, network, quadratics, samples
 from tests.oracles.cases import quadratics as quadratic_problem
 from tests.oracles.oracle import TwoLayer
 from tests.oracles.problems import Vector
@@ -71,15 +77,6 @@ def test_a_client_receives_its_own_previous_model_or_everybody_the_last() -> Non
     assert (run(c.LocallyEstimatedPerturbation(0.2)).record.w[-1] != apart.record.w[-1]).any()
 
 
-@pytest.mark.parametrize("estimate", ["displacement", "gradient"])
-def test_at_rate_0_scaffold_learns_nothing_of_its_clients(estimate: Any) -> None:
-    rates = {"participation": "all", "lr_decay": Steps({0: 1.0, 2: 0.0})}
-    two, four = (run(c.ControlVariates(estimate), rounds=t, **rates).record for t in (2, 4))
-    kept = [of.rows[-1]["ControlVariates.c_i"] for of in (two, four)]
-    assert all((kept[1][client] == row).all() for client, row in kept[0].items())
-    assert (kept[0][0] != 0).any()
-
-
 def test_fedlesam_s_and_d_are_compositions() -> None:
     for name, beside in (("s", c.ControlVariates()), ("d", c.DynamicRegularization(0.1))):
         packaged, options = config(f"method/fedlesam_{name}")
@@ -107,27 +104,6 @@ def test_fedspeed_as_printed_is_the_same_where_everybody_takes_part() -> None:
     assert apart.max() > 1e-3, "in round 0 twice the mean, or 1 + n/m times"
 
 
-def test_fedspeed_takes_two_gradients_for_every_alpha_and_radius() -> None:
-    steps = gradients(run(rounds=1))
-    for alpha, radius in ((0.0, 0.1), (1.0, 0.0), (0.5, 0.1)):
-        assert gradients(run(c.MixedAscent(0.1, alpha, radius), rounds=1)) == [2 * steps[0]]
-
-
-def test_scaffnew_with_probability_one_is_gradient_descent_on_the_mean() -> None:
-    """K = 1 in every round, and the control variates add up to 0."""
-    problem, w = quadratic_problem(), np.ones(4)
-    ours = quadratics(
-        problem, w, [c.RandomSkips(1.0)], 8, lr=0.2, lr_decay=0.9, participation="all"
-    )
-    m = len(problem.centre)
-    for t in range(8):
-        w = w - 0.2 * 0.9**t * np.mean([problem.gradient(w, i, None) for i in range(m)], axis=0)
-        assert np.abs(ours.record.w[t] - w).max() < 1e-12
-        h = ours.record.rows[t]["RandomSkips.h"]
-        assert np.abs(sum(h.values())).max() < 1e-12 and len(h) == m
-    assert max(np.abs(row).max() for row in h.values()) > 0.1
-
-
 def test_scaffnew_reaches_the_optimum_and_fedavg_does_not() -> None:
     problem = quadratic_problem()
     methods, options = [c.RandomSkips(0.25)], {"lr": 0.3, "participation": "all"}
@@ -136,39 +112,6 @@ def test_scaffnew_reaches_the_optimum_and_fedavg_does_not() -> None:
     optimum = problem.optimum()
     assert np.abs(ours.record.w[-1] - optimum).max() < 1e-6
     assert np.abs(fedavg.record.w[-1] - optimum).max() > 1e-3
-
-
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        ({"participation": 3}, "3 of 8.*participation='all'"),
-        ({"sampling": "poisson"}, "sampling='poisson'"),
-        ({"weighting": "samples"}, "weighting='uniform'"),
-        ({"clip_norm": 10.0}, "clip_norm=None"),
-        ({"momentum": 0.9}, "without momentum"),
-        ({"server_optimizer": lambda w: torch.optim.SGD(w, 0.5)}, "rate 1"),
-        ({"server_optimizer": lambda w: torch.optim.SGD(w, 1.0, momentum=0.5)}, "rate 1"),
-        ({"server_lr_decay": 0.9}, "rate 1"),
-        ({"on_nonfinite": "skip"}, "every client to finish"),
-        ({"beside": SystemHeterogeneity(min_work=0.5)}, "SystemHeterogeneity cannot run together"),
-        ({"beside": VirtualClock(Devices(Constant(1.0)), deadline=9.0)}, "no deadline"),
-        ({"beside": c.QuantizedUpdate()}, "QuantizedUpdate cannot run together.*the clients' mean"),
-        ({"beside": c.QuantizedBroadcast()}, "QuantizedBroadcast cannot run together"),
-        ({"beside": c.ByzantineClients("sign_flip", 0.2)}, "ByzantineClients cannot run together"),
-        ({"beside": c.ExtrapolatedStep()}, "ExtrapolatedStep cannot run together"),
-        ({"beside": c.DynamicRegularization()}, "DynamicRegularization cannot run together"),
-        ({"beside": c.MixedAscent()}, "MixedAscent cannot run together"),
-        ({"beside": c.AdamDirection()}, "AdamDirection cannot run together.*times the rate"),
-        ({"beside": c.GlobalDirection(0.4, "mix")}, "GlobalDirection cannot run together"),
-    ],
-)
-def test_scaffnew_is_refused_where_its_rule_is_not_defined(
-    options: dict[str, Any], says: str
-) -> None:
-    given = {"participation": "all", "clip_norm": None, **options}
-    beside = [given.pop("beside")] if "beside" in given else []
-    with pytest.raises(UserError, match=f"RandomSkips.*{says}"):
-        run(c.RandomSkips(), *beside, rounds=1, **given)
 
 
 def test_fedexp_of_one_client_is_fedavg() -> None:
@@ -180,29 +123,6 @@ def test_fedexp_of_one_client_is_fedavg() -> None:
     means = [w[1], *((new + old) / 2 for old, new in pairwise(w[1:]))]
     assert all((a == b).all() for a, b in zip(ours.record.evaluated, means, strict=True))
     same(run(c.ExtrapolatedStep(float("inf"), average=False)), run())
-
-
-def test_fedexp_goes_further_where_updates_differ() -> None:
-    rates = [metrics["fedexp/rate"] for metrics in run(c.ExtrapolatedStep(1e-3)).record.metrics]
-    assert min(rates) >= 1 and max(rates) > 1.1
-
-
-@pytest.mark.parametrize(
-    "beside, options, says",
-    [
-        ([], {"server_optimizer": lambda w: torch.optim.SGD(w, 1.0, momentum=0.9)}, "momentum"),
-        ([], {"server_optimizer": lambda w: torch.optim.SGD(w, 1.0, weight_decay=0.1)}, "decay"),
-        ([], {"server_optimizer": lambda w: torch.optim.Adam(w, 0.1)}, "given is Adam"),
-        ([c.PartialAveraging({"net.0.*": 2})], {}, "PartialAveraging cannot run together"),
-        ([c.RobustAggregation("median")], {}, "both decide how updates are combined"),
-    ],
-)
-def test_fedexp_is_refused_where_its_rule_is_not_defined(
-    beside: Any, options: Any, says: str
-) -> None:
-    for average in (True, False):
-        with pytest.raises(UserError, match=f"ExtrapolatedStep.*{says}"):
-            run(c.ExtrapolatedStep(average=average), *beside, rounds=1, **options)
 
 
 def feddc(of: Run, alpha: float) -> list[Vector]:
@@ -236,3 +156,241 @@ def test_feddc_is_scaffold_and_feddyn() -> None:
     for t, theirs in enumerate(feddc(ours, 0.01)):
         scale = np.abs(theirs).max()
         assert np.abs(ours.record.w[t] - theirs).max() <= 1e-9 * scale, f"round {t}"
+
+
+# ---------------------------------------------------------------- directions, rates
+
+
+SETTINGS: dict[str, Any] = {"lr": 0.2, "weight_decay": 0.01}
+
+
+def near(ours: Any, theirs: Any, what: str) -> None:
+    assert np.abs(np.asarray(ours) - np.asarray(theirs)).max() < 1e-9, what
+
+
+def test_one_step_a_round_has_the_whole_rate_also_beside_kept_parts() -> None:
+    """Σ η of a part that clients keep adds up over rounds."""
+    options = {**SETTINGS, "local_steps": 1, "lr_decay": 0.9, "participation": "all"}
+    ours, theirs = (
+        network([*more, c.ControlVariates(), c.PartialAveraging({"net.0.*": 3})], 7, **options)
+        for more in ([c.DecayWithinRound(0.1)], [])
+    )
+    assert np.array_equal(ours.record.w[-1], theirs.record.w[-1])
+    for i, row in theirs.record.rows[-1]["ControlVariates.c_i"].items():
+        assert np.array_equal(ours.record.rows[-1]["ControlVariates.c_i"][i], row)
+
+
+def test_dilocos_first_step_goes_nearly_twice_as_far_as_its_rate() -> None:
+    """b = -d in the first round, so that w moves by 0.7 (1 + 0.9) d."""
+
+    def adamw(parameters: Any) -> Any:
+        return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+    def nesterov(w: Any) -> Any:
+        return torch.optim.SGD(w, lr=0.7, momentum=0.9, nesterov=True)
+
+    options = {"local_steps": 5, "keep_optimizer_state": True}
+    mean = fitted(adamw, 1, **options)
+    ours = fitted(adamw, 1, server_optimizer=nesterov, **options)
+    moved = mean.record.w[0] - mean.start
+    near(ours.record.w[0], ours.start + 0.7 * 1.9 * moved, "w")
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+def test_fresh_moments_are_torchs_adamw(weight_decay: float) -> None:
+    given = {"lr_decay": 0.9, "clip_norm": 0.9, "local_epochs": 1.5}
+    data = {"lr": 0.02, "weight_decay": weight_decay}
+    ours = network([c.AdamDirection()], 4, **data, **given)
+
+    def adamw(parameters: Any) -> Any:
+        return torch.optim.AdamW(parameters, lr=0.02, weight_decay=weight_decay)
+
+    theirs = fitted(adamw, 4, **given)
+    near(ours.record.w[-1], theirs.record.w[-1], "w")
+
+
+def fitted(optimizer: Any, rounds: int, **options: Any) -> Run:
+    """Like ``network``, with another client optimizer and no methods."""
+    x, y, clients = samples()
+    data = InMemoryDataModule((x, y), clients=clients, batch_size=BATCH)
+    return fit(Network(), data, [], rounds, participation=3, client_optimizer=optimizer, **options)
+
+
+def asynchronously(*methods: FederatedCallback) -> Run:
+    devices = Devices(Constant(1.0))
+    settings = {"participation": 1.0, "asynchronous": Buffered(devices, size=2, concurrency=4)}
+    return network(methods, 3, **SETTINGS, **settings)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [c.AdamDirection, c.MuonDirection, c.DecayWithinRound, c.MetaGradient],
+    ids=lambda make: make.__name__,
+)
+def test_methods_whose_clients_read_nothing_that_is_sent_run_asynchronously(make: Any) -> None:
+    run = asynchronously(make())
+    assert np.isfinite(run.record.w[-1]).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: c.AdamDirection(second="averaged"),
+        lambda: c.MuonDirection(start="own"),
+        lambda: c.LookaheadMomentum(),
+        lambda: c.MixedPersonalModel(),
+        lambda: c.FixedHead(),
+    ],
+)
+def test_the_others_are_refused_asynchronously(make: Any) -> None:
+    with pytest.raises(UserError, match="asynchronous"):
+        asynchronously(make())
+
+
+class Unlucky(Learner):
+    """On batches whose inputs sum to more than 3 its loss is multiplied, in one of two modes."""
+
+    def __init__(self, factor: float, training: bool = True) -> None:
+        super().__init__()
+        self.factor = torch.tensor(factor, dtype=torch.float64)
+        self.when = training
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        unlucky = (batch[0].sum() > 3) & (self.training == self.when)
+        return loss * torch.where(unlucky, self.factor, 1.0)
+
+
+LMO: dict[str, Any] = {"nesterov": False, "start": "own", "variates": True}
+
+
+UNLUCKY: dict[str, tuple[Any, Any]] = {
+    "svd of NaN": (lambda: c.MuonDirection(orthogonaliser="svd", **LMO), (torch.nan, True)),
+    # Its square is infinite, and the step along m/√v is 0.
+    "squares of AdamW": (lambda: c.AdamDirection(second="averaged"), (1e170, True)),
+    "loss that weighs": (lambda: c.FairAggregation(), (torch.nan, False)),
+}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+@pytest.mark.parametrize("name", UNLUCKY)
+def test_a_client_that_is_not_finite_is_left_out_or_stops_the_run(name: str, engine: str) -> None:
+    make, given = UNLUCKY[name]
+    settings: dict[str, Any] = {"participation": "all", "engine": engine}
+    with quiet():
+        module = tiny([make()], 2, Unlucky(*given), on_nonfinite="skip", **settings)
+        assert any("were left out" in note for note in module.notes)
+        for value in (module.global_vector, *module.server_states.values()):
+            assert bool(value.isfinite().all())
+        with pytest.raises(Diverged, match=r"client \d or a model that it keeps or sends"):
+            tiny([make()], 2, Unlucky(*given), **settings)
+
+
+@pytest.mark.parametrize("other", [c.LookaheadMomentum, c.DynamicRegularization])
+def test_the_mean_over_all_clients_is_scaled_before_others_add_to_it(other: Any) -> None:
+    def run(*methods: Any) -> Tensor:
+        with quiet():
+            return tiny(methods).global_vector
+
+    def muon() -> Any:
+        return c.MuonDirection(average="all", **LMO)
+
+    assert torch.equal(run(other(), muon()), run(muon(), other()))
+
+
+def alike(ours: Any, theirs: Any, tolerance: float = 0.0) -> bool:
+    pairs = zip(ours.record.w, theirs.record.w, strict=True)
+    return max(np.abs(one - other).max() for one, other in pairs) <= tolerance
+
+
+def test_moon_in_every_clients_first_round_is_fedavg() -> None:
+    """Until a client comes for the second time, whenever it came first; then it no longer is."""
+    alone = {"participation": 1, "local_epochs": 3}
+    ours, average = network([c.ModelContrast(5.0)], 7, **alone), network([], 7, **alone)
+    seen: set[int] = set()
+    for t, cohort in enumerate(ours.schedule.rounds):
+        away = np.abs(ours.record.w[t] - average.record.w[t]).max()
+        if seen & set(cohort):
+            assert away > 1e-4
+            break
+        assert away < 1e-12
+        seen |= set(cohort)
+    assert len(seen) > 2 and t == len(seen)
+
+
+def test_fedntd_with_one_step_is_fedavg_but_not_from_another_start() -> None:
+    one = {"local_steps": 1}
+    strong = c.NotTrueDistillation(10.0, 2.0)
+    assert alike(network([strong], 4, **one), network([], 4, **one), 1e-12)
+    relaxed = [c.RelaxedInitialization(0.5)]
+    assert not alike(network([strong, *relaxed], 4, **one), network(relaxed, 4, **one), 1e-6)
+
+
+def classes(labels: list[int], number: int, **given: Any) -> Callable[..., Any]:
+    """A network with so many outputs, on two clients that have these labels each."""
+    x = torch.from_numpy(np.random.default_rng(1).normal(size=(2 * len(labels), 3)))
+    y = torch.tensor(labels * 2)
+
+    def run(*methods: Any) -> Any:
+        learner = Network()
+        learner.net[2] = nn.Linear(4, number, dtype=torch.float64)
+        torch.manual_seed(2)
+        for parameter in learner.parameters():
+            nn.init.normal_(parameter, std=0.5)
+        data = InMemoryDataModule(
+            (x, y),
+            clients=[range(len(labels)), range(len(labels), 2 * len(labels))],
+            batch_size=3,
+        )
+        rate = {"client_optimizer": lambda p: torch.optim.SGD(p, 0.3)}
+        return fit(learner, data, methods, 4, participation=2, local_epochs=3, **rate, **given)
+
+    return run
+
+
+def test_fedntd_of_two_classes_is_fedavg() -> None:
+    run = classes([0, 1, 1, 0, 1], 2)
+    assert alike(run(c.NotTrueDistillation(10.0, 0.5)), run(), 1e-12)
+    run = classes([0, 1, 2, 0, 1], 3)
+    assert not alike(run(c.NotTrueDistillation(10.0, 0.5)), run(), 1e-3)
+
+
+def test_fedlc_of_balanced_classes_is_fedavg() -> None:
+    run = classes([0, 1, 2, 2, 1, 0], 3)
+    assert alike(run(c.LogitCalibration(3.0)), run(), 1e-12)
+    run = classes([0, 1, 2, 2, 2, 2], 3)
+    assert not alike(run(c.LogitCalibration(3.0)), run(), 1e-3)
+
+
+@pytest.mark.parametrize("exclude_true", [False, True])
+def test_fedlc_leaves_outputs_of_absent_classes_alone(exclude_true: bool) -> None:
+    """Also those beyond the data's classes; a client of one class does not move at all."""
+    run = classes([0, 2, 2, 0, 0, 2], 5)  # of which the data know three
+    head = run(c.LogitCalibration(1.0, exclude_true)).module.learner.net[2]
+    start = run().start[16:].reshape(-1)
+    moved = torch.cat([head.weight.detach().reshape(-1), head.bias.detach()]).numpy() != start
+    rows = moved[:20].reshape(5, 4).any(1) | moved[20:]
+    assert rows.tolist() == [True, False, True, False, False]
+    still = classes([1, 1, 1], 3)(c.LogitCalibration(1.0, exclude_true))
+    assert np.array_equal(still.record.w[-1], still.start) and np.isfinite(still.start).all()
+
+
+def test_fedlc_printed_has_no_bound_and_the_usual_one_has() -> None:
+    batch = torch.zeros(4, dtype=torch.int64)
+    z = torch.randn(4, 3, requires_grad=True)
+
+    class OneClient:
+        label_counts = torch.tensor([[4, 2, 0]])
+
+    method = c.LogitCalibration(0.7, exclude_true=True)
+    clients: Any = OneClient()
+    calibrated = method.local_output(clients, "logits", z, (None, batch))
+    assert bool(torch.isneginf(calibrated[:, 2]).all())
+    loss = method.without_true(
+        clients, F.cross_entropy(calibrated, batch), {"logits": z}, (None, batch)
+    )
+    margins = 0.7 * torch.tensor([4.0, 2.0]) ** -0.25
+    by_hand = ((z[:, 1] - margins[1]) - (z[:, 0] - margins[0])).mean()
+    assert float(loss) == pytest.approx(float(by_hand), rel=1e-5)
+    (gradient,) = torch.autograd.grad(loss, z)
+    assert torch.allclose(gradient, torch.tensor([[-0.25, 0.25, 0.0]]).expand(4, 3))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
@@ -13,15 +12,12 @@ from torch import nn
 
 from fl_lightning import UserError
 from fl_lightning import callbacks as c
-from fl_lightning.callback import FederatedCallback, RunFacts
+from fl_lightning.callback import RunFacts
 from fl_lightning.callback_list import CallbackList
-from fl_lightning.evaluation.personal_models import of_client
-from fl_lightning.lab.contracts.federation import fit, quiet
 from fl_lightning.learner.layout import Layout, layers_of
 from fl_lightning.models import ResNet20
 from fl_lightning.storage.rows_on_disk import KEY
-from tests.helpers.federation import network
-from tests.helpers.learners import Lit, blobs, federated, trainer
+from tests.helpers.learners import blobs, federated, trainer
 
 
 class Mixed(nn.Module):
@@ -154,102 +150,6 @@ def test_work_that_never_reaches_the_server_is_said() -> None:
     assert len(said[2]) == 1 and "each client trains by itself" in said[2][0]
 
 
-def test_share_of_lost_work_is_what_a_simulation_loses() -> None:
-    rng, p, period, done, sent = np.random.default_rng(0), 0.3, 4, 0, 0
-    for _ in range(20_000):
-        took_part = rng.random(period) < p
-        done += took_part.sum()
-        sent += took_part.sum() if took_part[-1] else 0
-    assert 1 - sent / done == pytest.approx((1 - p) * (period - 1) / period, abs=0.01)
-
-
-def test_personal_parts_are_never_averaged_and_what_is_evaluated_is_their_mean() -> None:
-    record = network([c.PartialAveraging({"net.2.*": "never"})], 4, participation="all").record
-    first = network([], 1, participation="all").record
-    assert np.array_equal(record.w[-1][16:], record.w[0][16:]), "the server's copy stays"
-    assert np.abs(record.evaluated[0] - first.w[0]).max() < 1e-15
-    copies = np.stack([record.rows[-1]["parts.x"][i] for i in range(8)])
-    assert np.abs(record.evaluated[-1][16:] - copies.mean(0)).max() < 1e-14
-
-
-def test_where_no_client_finished_the_personal_parts_mean_stays_what_is_evaluated() -> None:
-    """Poisson rounds may be empty.
-
-    W^0 of the heads has never been anybody's model after the first round.
-    """
-    evaluated: list[torch.Tensor] = []
-    with quiet():
-        module = fit(
-            [c.PartialAveraging(periods={"last": "never"})],
-            20,
-            sampling="poisson",
-            participation=0.12,
-            ended=lambda run: evaluated.append(run.run.model.evaluated.detach().clone()),
-        )
-    empty = [t for t in range(1, 20) if not module.participants(t)]
-    assert len(empty) > 3 and any(module.participants(t) for t in range(empty[0]))
-    assert all(torch.equal(evaluated[t], evaluated[t - 1]) for t in empty)
-
-
-class Starts(FederatedCallback):
-    """Remembers where each client began and ended its rounds, and w then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-
-    def on_local_end(self, clients: Any) -> None:
-        rows = zip(clients.client_ids, clients.start.clone(), clients.x.clone(), strict=True)
-        for client, start, x in rows:
-            self.seen[clients.round, client] = start, x, clients.w.clone()
-
-
-@pytest.mark.parametrize("engine", ["sequential", "stacked"])
-def test_a_round_with_no_client_averages_nothing_and_copies_stay_valid(engine: str) -> None:
-    period, rounds, starts = 3, 40, Starts()
-    evaluated: list[torch.Tensor] = []
-    after: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-
-    def ended(run: Any) -> None:
-        evaluated.append(run.run.model.evaluated.detach().clone())
-        personal = [of_client(run.run, i, None)[0] for i in range(6)]
-        after.append((run.run.model.w.detach().clone(), personal))
-
-    with quiet():
-        module = fit(
-            [c.PartialAveraging({"first.*": period}), starts],
-            rounds,
-            sampling="poisson",
-            participation=0.12,
-            engine=engine,
-            ended=ended,
-        )
-    first = module.layout.mask([name for name in module.layout if name.startswith("first.")])
-    averaged, missed, own = -1, 0, 0
-    written: dict[int, int] = {}
-    for t in range(rounds):
-        for client in module.participants(t):
-            start, _, w = starts.seen[t, client]
-            before = written.get(client, -1)
-            expected = w
-            if before > averaged:
-                expected = torch.where(first, starts.seen[before, client][1], w)
-                own += before < t // period * period
-            assert torch.equal(start, expected), (t, client)
-            written[client] = t
-        if (t + 1) % period == 0:
-            averaged = t if module.participants(t) else averaged
-            missed += not module.participants(t)
-        if t and not module.participants(t):
-            assert torch.equal(evaluated[t], evaluated[t - 1])
-        w, personal = after[t]
-        for client, model in enumerate(personal):
-            last = written.get(client, -1)
-            part = starts.seen[last, client][1] if last > averaged else w
-            assert torch.equal(model, torch.where(first, part, evaluated[t])), (t, client)
-    assert missed and own, "an average was missed, and a client went on from its copy"
-
-
 def fitted(rounds: int, start: Path | None = None) -> tuple[Any, Any]:
     """A run of which some rounds are empty, also rounds in which a part is due."""
     run = trainer(rounds, [c.PartialAveraging({"*0*": 3})])
@@ -271,19 +171,6 @@ def test_a_run_resumes_to_the_same_bits_after_an_average_was_missed(tmp_path: Pa
     )
 
 
-@pytest.mark.parametrize("held", [torch.zeros(2, dtype=torch.int64), torch.zeros(1)])
-def test_last_averages_of_another_kind_in_a_checkpoint_are_refused(
-    tmp_path: Path, held: torch.Tensor
-) -> None:
-    run, _ = fitted(2)
-    run.save_checkpoint(tmp_path / "at-2.ckpt")
-    saved = torch.load(tmp_path / "at-2.ckpt", weights_only=False)
-    saved[KEY]["server"]["parts.averaged"] = held
-    torch.save(saved, tmp_path / "wrong.ckpt")
-    with pytest.raises(UserError, match=r"server\.parts\.averaged"):
-        fitted(4, tmp_path / "wrong.ckpt")
-
-
 def test_a_module_that_trained_resumes_as_a_fresh_one(tmp_path: Path) -> None:
     def run(module: Any, rounds: int, start: Path | None = None) -> Any:
         keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
@@ -297,17 +184,3 @@ def test_a_module_that_trained_resumes_as_a_fresh_one(tmp_path: Path) -> None:
     assert torch.load(start, weights_only=False)[KEY]["w"] is None
     fresh = run(federated(), 4, start)
     assert torch.equal(run(module, 4, start), fresh)
-
-
-def test_another_trainer_begins_with_the_learners_weights(tmp_path: Path) -> None:
-    def run(module: Any, rounds: int) -> Any:
-        trainer(rounds, [c.PartialAveraging(period=2)]).fit(module, blobs())
-        return module.global_vector.detach().clone()
-
-    start = {name: value.clone() for name, value in Lit().double().state_dict().items()}
-    fresh = federated()
-    fresh.learner.load_state_dict(start)
-    module = federated()
-    run(module, 3)
-    module.learner.load_state_dict(start)
-    assert torch.equal(run(module, 2), run(fresh, 2))

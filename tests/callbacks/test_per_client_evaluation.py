@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import csv
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+import torchmetrics
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -123,7 +125,7 @@ def test_of_fedavg_every_client_uses_the_servers_model() -> None:
         by_hand(module, dict.fromkeys(range(10), module.global_vector.detach())),
         seen.samples,
     )
-    assert "clients 9" not in seen.csv() and len(seen.table["acc"]) == 9
+    assert len(seen.table["acc"]) == 9
     assert any("1 of 10 clients hold no test sample" in note for note in module.notes)
     assert {"acc", "acc_weighted", "acc_std", "acc_worst10", "loss_worst10"} <= measured(
         module
@@ -180,42 +182,27 @@ def _flat(learner: Any) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in learner.parameters()])
 
 
-def test_fine_tuning_is_local_training_from_the_personal_model() -> None:
-    """The whole client in one batch, so that the order of samples makes no difference."""
+@pytest.mark.parametrize(
+    ("batch_size", "accumulate", "epochs"), [(None, 1, 2), (4, 2, 1), (4, 3, 1)]
+)
+def test_fine_tuning_is_local_training_from_the_personal_model(
+    batch_size: int | None, accumulate: int, epochs: int
+) -> None:
+    """At the round's rate, without clipping; a step may be of several batches."""
     module = run(
-        seen := c.PerClientEvaluation(finetune_epochs=2),
+        seen := c.PerClientEvaluation(finetune_epochs=epochs),
         Last(),
-        federation=data(batch_size=None),
+        federation=data(batch_size=batch_size),
+        accumulate=accumulate,
         lr_decay=0.5,
         clip_norm=1e-3,
     )
     federation = module.trainer.datamodule
-    (x, y), models = federation._given_sets["train"], {}
-    for i in range(10):
-        learner, own = copy.deepcopy(module.export(client=i)), federation.client_indices(i)
-        optimizer = torch.optim.SGD(learner.parameters(), lr=0.1 * 0.5**2, weight_decay=1e-3)
-        for _ in range(2):
-            optimizer.zero_grad()
-            cross_entropy(learner.net(x[own]), y[own]).backward()
-            optimizer.step()
-        models[i] = _flat(learner)
-    agree(measured(module), by_hand(module, models), seen.samples, "_finetuned")
-    assert measured(module)["loss_finetuned"] < measured(module)["loss"]
-
-
-@pytest.mark.parametrize("accumulate", [2, 3])
-def test_fine_tuning_accumulates_the_batches_of_a_step(accumulate: int) -> None:
-    module = run(
-        seen := c.PerClientEvaluation(finetune_epochs=1),
-        federation=data(batch_size=4),
-        accumulate=accumulate,
-    )
-    federation = module.trainer.datamodule
     models = {}
     for i in range(10):
-        learner = copy.deepcopy(module.export())
-        optimizer = torch.optim.SGD(learner.parameters(), lr=0.1, weight_decay=1e-3)
-        number = federation.batches_per_epoch(i)
+        learner = copy.deepcopy(module.export(client=i))
+        optimizer = torch.optim.SGD(learner.parameters(), lr=0.1 * 0.5**2, weight_decay=1e-3)
+        number = epochs * federation.batches_per_epoch(i)
         batches = list(federation.client_batches(i, 2, number, purpose="finetune"))
         for first in range(0, number, accumulate):
             step = batches[first : first + accumulate]
@@ -226,6 +213,7 @@ def test_fine_tuning_accumulates_the_batches_of_a_step(accumulate: int) -> None:
             optimizer.step()
         models[i] = _flat(learner)
     agree(measured(module), by_hand(module, models), seen.samples, "_finetuned")
+    assert measured(module)["loss_finetuned"] < measured(module)["loss"]
 
 
 @pytest.mark.parametrize("learner", [Normed, Dropping])
@@ -375,7 +363,7 @@ def test_regression_and_metrics_of_the_learners_own() -> None:
     assert measured(module)["within_worst10"] == pytest.approx(
         min(seen.table["within"].values()), rel=1e-6
     )
-    with pytest.raises(UserError, match=r"modes\['within'\] 'highest'.*Accepted: max"):
+    with pytest.raises(UserError, match=r"highest.*a mapping to 'max' or 'min'"):
         c.PerClientEvaluation(modes={"within": "highest"})
 
 
@@ -473,26 +461,6 @@ def test_what_a_kill_at_the_end_of_an_early_stopped_run_took_is_measured_by_its_
         assert files(tmp_path / folder) == written
 
 
-def test_later_rows_of_clients_stay_until_a_resume_has_rows_of_its_own(tmp_path: Path) -> None:
-    class Killed(pl.Callback):
-        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-            raise KeyError("killed")
-
-    def trained(rounds: int, *more: Any, start: str | None = None) -> list[str]:
-        saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_last=True)
-        settings = {"default_root_dir": str(tmp_path), "enable_checkpointing": True}
-        torch.manual_seed(3)
-        training = trainer(rounds, [c.PerClientEvaluation(1), saving, *more], **settings)
-        training.fit(federated(), data(), ckpt_path=start and tmp_path / start)
-        return (tmp_path / "clients_rounds.csv").read_text().splitlines()
-
-    whole = trained(4)
-    with pytest.raises(KeyError):
-        trained(4, Killed(), start="epoch=0.ckpt")
-    assert (tmp_path / "clients_rounds.csv").read_text().splitlines() == whole
-    assert trained(2, start="epoch=0.ckpt") == whole[:21]
-
-
 def test_a_metric_that_comes_later_has_a_column_of_its_own(tmp_path: Path) -> None:
     rounds = ClientRounds(tmp_path / "clients_rounds.csv")
     rounds.add(0, {"loss": {3: 0.5, 4: 1.0}}, {3: 7, 4: 2})
@@ -538,3 +506,94 @@ def test_the_present_folder_gets_no_table(tmp_path: Path, monkeypatch: pytest.Mo
 def blobs_of_names() -> tuple[Tensor, Tensor]:
     drawn = torch.Generator().manual_seed(0)
     return torch.randn(60, 20, generator=drawn, dtype=torch.float64), torch.arange(60) % 4
+
+
+class Shared(Lit):
+    """One metric in both steps, which measure different things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.update(100.0)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.update(1.0)
+        self.log("val/seen_loss", self.seen)
+
+
+def test_what_the_training_step_puts_into_a_shared_metric_is_not_measured() -> None:
+    measured = c.PerClientEvaluation()
+    trainer(1, [measured]).fit(federated(Shared()), data())
+    assert set(measured.table["seen_loss"].values()) == {1.0}
+
+
+def clients_with(module: Any, fits: Callable[[Tensor], Any]) -> set[int]:
+    """The clients whose test samples fit; the samples of class 0 are the positives."""
+    data = module.trainer.datamodule
+    y = data._given_sets["train"][1]
+    found = {i for i in range(10) if fits(y[data.client_test_indices(i)] == 0)}
+    assert 1 < len(found) < 9
+    return found
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize(
+    ("task", "thresholds"), [("binary", None), ("binary", 50), ("multi", None)]
+)
+@pytest.mark.filterwarnings("ignore:No positive samples")
+def test_an_auroc_of_one_class_is_no_value(by_hand: bool, task: str, thresholds: Any) -> None:
+    """torchmetrics returns 0 for it, which would count as the worst possible ranking."""
+
+    class Binary(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            kind = "multiclass" if task == "multi" else "binary"
+            self.auroc = torchmetrics.AUROC(kind, thresholds, num_classes=2)
+            self.hits = torchmetrics.Accuracy("binary")
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            scores, y = self.net(batch[0])[:, 0], (batch[1] == 0).long()
+            self.log("val/loss", cross_entropy(self.net(batch[0]), batch[1]))
+            pairs = torch.stack([-scores, scores], 1).softmax(1)
+            self.auroc.update(pairs if task == "multi" else scores, y)
+            self.hits.update(scores, y)
+            self.log("val/acc", self.hits)
+            if not by_hand:
+                self.log("val/auroc", self.auroc)
+
+        def on_validation_epoch_end(self) -> None:
+            if by_hand:
+                self.log("val/auroc", self.auroc.compute())
+                self.auroc.reset()
+
+    with pytest.warns(UserWarning, match="clients have no value of auroc"):
+        module = run(seen := c.PerClientEvaluation(1), learner=Binary, rounds=1)
+    both = clients_with(module, lambda positive: len(positive.unique()) == 2)
+    assert seen.table["auroc"].keys() == both
+    assert len(seen.table["acc"]) == 9
+
+
+@pytest.mark.parametrize("thresholds", [None, 50])
+@pytest.mark.parametrize("task", ["binary", "multilabel"])
+@pytest.mark.filterwarnings("ignore:No positive samples")
+def test_an_average_precision_without_positives_is_no_value(task: Any, thresholds: Any) -> None:
+    """torchmetrics returns 0 for it; without negatives it is 1, which is a value."""
+
+    class Precise(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ap = torchmetrics.AveragePrecision(task, thresholds, num_labels=2)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            scores, y = self.net(batch[0])[:, 0].sigmoid(), (batch[1] == 0).long()
+            both = (torch.stack([scores, scores], 1), torch.stack([y, torch.zeros_like(y)], 1))
+            self.ap.update(*((scores, y) if task == "binary" else both))
+            self.log("val/ap", self.ap)
+
+    with pytest.warns(UserWarning, match="clients have no value of ap"):
+        module = run(seen := c.PerClientEvaluation(1), learner=Precise, rounds=1)
+    positive = clients_with(module, torch.any)
+    assert seen.table["ap"].keys() == positive

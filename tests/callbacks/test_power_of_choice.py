@@ -83,11 +83,6 @@ def test_a_loss_is_sent_beside_the_update() -> None:
     assert sent == len(run.participants(0)) * (run.layout.size + 1)
 
 
-def test_everybody_comes_once_before_anybody_comes_twice() -> None:
-    run = tiny_run(PowerOfChoice(6), rounds=2)
-    assert sorted(run.participants(0) + run.participants(1)) == list(range(6))
-
-
 class Undefined(Lit):
     """Client 1's loss is no number in its first round, client 2's is infinite.
 
@@ -115,24 +110,3 @@ def test_a_loss_that_is_no_number_comes_after_all_that_are(engine: str) -> None:
     assert module.participants(2) == module.participants(3) == (0, 3)
     assert float(module.client_rows.read("PowerOfChoice.last", 1)) == -np.inf
     assert float(module.client_rows.read("PowerOfChoice.last", 2)) == -np.inf
-
-
-def test_a_loss_that_was_kept_as_no_number_counts_for_nothing() -> None:
-    """Of a run that an older version began."""
-
-    class Rows:
-        def rows(self, server: Any, drawn: Any) -> Any:
-            return torch.tensor([1.0, torch.nan, 3.0, torch.inf])[drawn]
-
-    class Old(PowerOfChoice):
-        last: Any = Rows()
-
-    class Server:
-        def sizes(self, ids: Any) -> Any:
-            return torch.ones(len(ids))
-
-        def generator(self, purpose: str) -> Any:
-            return np.random.default_rng(0)
-
-    server: Any = Server()
-    assert set(Old(candidates=4).select(server, torch.arange(4), 3).tolist()) == {0, 2, 3}

@@ -1,19 +1,26 @@
-"""Robust rules against NumPy's, what they refuse and say, and what they stand."""
+"""Robust rules against NumPy's, and what they stand; who attacks, and where the attack comes.
+
+What attackers send is in the oracle's matrix.
+"""
 
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from fl_lightning import UserError
-from fl_lightning.callbacks import ByzantineClients, RobustAggregation
+from fl_lightning import FederatedCallback, UserError
+from fl_lightning.callbacks import ByzantineClients, RobustAggregation, RunCard
+from fl_lightning.callbacks.robust.byzantine_clients import hiding
 from fl_lightning.callbacks.robust.robust_aggregation import PIECE, mixed
+from fl_lightning.datamodules import InMemoryDataModule
 from fl_lightning.testing import check_method, tiny_run
-from tests.helpers.learners import blobs, federated, trainer
+from tests.helpers.learners import Lit, blobs, federated, trainer
 from tests.oracles.robust import aggregate
 
 
@@ -138,33 +145,6 @@ def test_what_is_not_averaged_brings_no_update_nearer(rule: str) -> None:
     assert np.abs(ours - aggregate(u * averaged, rule, byzantine=2)).max() < 1e-9
 
 
-def test_too_few_participants_are_refused_before_training() -> None:
-    for method, words in (
-        (
-            RobustAggregation("krum", byzantine=1),
-            r"byzantine=1 needs .* = 5 clients per round, but participation gives 3",
-        ),
-        (RobustAggregation("multi_krum", byzantine=0, keep=4), "keep=4 is more than the 3 clients"),
-        (RobustAggregation("median", mixing=True), "mixing with byzantine=1 needs"),
-        (
-            RobustAggregation("bulyan", byzantine=1),
-            r"rule='bulyan' with byzantine=1 needs 4 · 1 \+ 3 = 7 clients per round",
-        ),
-    ):
-        with pytest.raises(UserError, match=words):
-            trainer(1, [method]).fit(federated(), blobs())
-    for participation in (4, 5):
-        module, run = (
-            federated(participation=participation),
-            trainer(1, [RobustAggregation("krum", byzantine=1)]),
-        )
-        if participation == 4:
-            with pytest.raises(UserError, match="participation gives 4"):
-                run.fit(module, blobs())
-        else:
-            run.fit(module, blobs())
-
-
 def test_bulyan_takes_what_mixing_leaves() -> None:
     """Neighbours may be mixed to one row, so both see the same rounding here."""
     u = np.random.default_rng(0).normal(size=(11, 5))
@@ -192,3 +172,74 @@ def test_weights_play_no_part_which_is_said() -> None:
     ]
     assert torch.equal(runs[0].global_vector, runs[1].global_vector)
     assert any("weighting='samples' are not used" in note for note in runs[1].notes)
+
+
+@pytest.mark.parametrize("attack", ["sign_flip", "noise", "label_flip", "alie"])
+def test_every_contract_holds_of_an_attack(attack: str) -> None:
+    report = check_method(partial(ByzantineClients, attack, fraction=0.5))
+    assert report.ok and report["order of clients"].verdict == "n/a", f"{report}"
+
+
+def test_attackers_follow_from_the_seed_are_counted_among_participants_and_stand_in_the_card(
+    tmp_path: Path,
+) -> None:
+    who = set()
+    for seed in (1, 1, 2):
+        attack = ByzantineClients(fraction=0.29)  # of ten: exactly 2
+        run = trainer(1, [attack, RunCard()], default_root_dir=tmp_path)
+        run.fit(federated(seed=seed, participation="all"), blobs())
+        assert len(attack.attackers) == 2 == run.callback_metrics["byzantine/participants"]
+        who.add(attack.attackers)
+    assert len(who) == 2
+    shown = ", ".join(map(str, attack.attackers))
+    assert f"| ByzantineClients: attackers | {shown} |" in (tmp_path / "card.md").read_text()
+
+
+def test_flipped_labels_are_flipped_in_full_gradients_too_and_honest_clients_keep_theirs() -> None:
+    class Whole(FederatedCallback):
+        def on_local_end(self, clients: Any) -> None:
+            found[int(clients.ids)] = clients.full_gradient(clients.w)[0].clone()
+
+    found: dict[int, Tensor] = {}
+    attack = ByzantineClients("label_flip", 0.4)
+    tiny_run(Whole(), attack, rounds=1, participation="all")
+    attacked, found = found, {}
+    tiny_run(Whole(), rounds=1, participation="all")
+    assert (
+        {i for i in found if not torch.equal(found[i], attacked[i])}
+        == set(attack.attackers)
+        != set()
+    )
+
+
+def test_labels_are_the_last_of_a_batch_and_the_data_have_to_have_them() -> None:
+    attack = ByzantineClients("label_flip", 0.4)
+    attack.attackers, attack.classes = (2,), 4
+    x, groups, y = torch.rand(3, 2), torch.tensor([7, 8, 9]), torch.tensor([0, 1, 3])
+    for batch in ((x, groups, y), [x, y]):
+        *others, flipped = attack.flipped(2, batch)
+        assert flipped.tolist() == [3, 2, 0] and all(
+            a is b for a, b in zip(others, batch, strict=False)
+        )
+        assert attack.flipped(1, batch) is batch
+    for wrong in ((x, y, x), (y, None), x):
+        with pytest.raises(UserError, match=r"batches \(x, y\) with integer labels y.*client 2"):
+            attack.flipped(2, wrong)
+
+
+def test_data_without_labels_have_none_to_flip() -> None:
+    class Squared(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return (self.net(batch[0]).mean(1) - batch[1]).square().mean()
+
+    x = torch.randn(20, 20, dtype=torch.float64)
+    data = InMemoryDataModule((x, x.sum(1)), num_clients=5)
+    with pytest.raises(UserError, match="needs class labels, and the data have none"):
+        trainer(1, [ByzantineClients("label_flip")]).fit(federated(Squared()), data)
+    trainer(1, [ByzantineClients("sign_flip")]).fit(federated(Squared()), data)
+
+
+def test_how_far_an_attack_hides() -> None:
+    """Baruch et al., 2019: 50 workers, 24 of them corrupted: Φ⁻¹(24/26) is 1.43."""
+    assert hiding(50, 24) == pytest.approx(1.4260768722)
+    assert hiding(2, 1) == 0.0 and hiding(10, 6) == pytest.approx(3.0) and hiding(10, 1) == 0.0

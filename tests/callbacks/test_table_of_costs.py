@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 
 from fl_lightning.lab.cli.compose import packaged, parse_yaml, read
 from fl_lightning.lab.sweep.grid import arms
 from fl_lightning.lab.sweep.sweep_file import read_spec
-from studies import compared, methods
-from studies.kept import keep
+from studies import methods
 from tests.helpers.zygote import Cli
 
 ROOT = Path(__file__).parents[2]
@@ -58,8 +56,12 @@ def test_the_page_has_the_accuracy_of_the_runs_that_are_kept() -> None:
     assert (ROOT / methods.PICTURE).is_file() == (picture is not None)
 
 
-def test_the_sweep_gives_every_arm_four_candidates_and_other_seeds() -> None:
-    spec = read_spec(methods.SWEEP)
+SWEEPS = (methods.SWEEP, f"{methods.SWEEP}-2026")
+
+
+@pytest.mark.parametrize("sweep", SWEEPS)
+def test_the_sweep_gives_every_arm_four_candidates_and_other_seeds(sweep: str) -> None:
+    spec = read_spec(sweep)
     select = spec.select
     assert select is not None and not set(select.seeds) & set(spec.seeds or ())
     for arm in arms(spec):
@@ -70,14 +72,26 @@ def test_the_sweep_gives_every_arm_four_candidates_and_other_seeds() -> None:
         assert number == (2 if arm.name.startswith("fedavg-two-rates") else 4), arm.name
         option = next((name for name in select.arms.get(arm.name, {}) if "method." in name), None)
         if option:
-            (config,) = [name for name in arm.configs if name.startswith("method/")]
+            config = next(name for name in arm.configs if name.startswith("method/"))
             given = [item["init_args"] for item in read(config)["method"]]
             assert any(option.removeprefix("method.") in names for names in given), arm.name
 
 
+def test_claims_compare_arms_of_the_sweep() -> None:
+    """Every new method against FedAvg or a control; one claim per method is primary."""
+    file = packaged()[SWEEPS[1]]
+    claims = parse_yaml((file.parent / f"{file.stem}.claims.yaml").read_text("utf-8"))
+    known = {arm.name for arm in arms(read_spec(SWEEPS[1]))}
+    assert {claim[side] for claim in claims for side in "ab"} <= known
+    assert len({claim["id"] for claim in claims}) == len(claims)
+    primary = [claim["a"] for claim in claims if claim.get("primary")]
+    assert len(primary) == len(set(primary)) == 7
+
+
 @pytest.mark.slow
-def test_every_arm_is_a_configuration_with_its_candidates(cli: Cli) -> None:
-    spec = read_spec(methods.SWEEP)
+@pytest.mark.parametrize("sweep", SWEEPS)
+def test_every_arm_is_a_configuration_with_its_candidates(sweep: str, cli: Cli) -> None:
+    spec = read_spec(sweep)
     assert spec.select is not None
     for arm in arms(spec):
         if arm.name.endswith("dir0.6"):
@@ -86,59 +100,3 @@ def test_every_arm_is_a_configuration_with_its_candidates(cli: Cli) -> None:
         tried = arm.with_options(arm.name, {name: values[-1] for name, values in over.items()})
         result = cli("fit", *tried.argv(), "--print_config")
         assert result.returncode == 0, (arm.name, result.stderr)
-
-
-@pytest.mark.slow
-def test_kept_runs_fill_a_row_and_the_others_are_named_below(cli: Cli) -> None:
-    """A small sweep of the same names: SCAFFOLD sends twice as much as FedAvg."""
-    grid = {
-        "method": [
-            {"name": "fedavg", "configs": ["method/fedavg"]},
-            {"name": "scaffold", "configs": ["method/scaffold"]},
-        ],
-        "data": [
-            {"name": "dir0.1", "data.init_args.partition.init_args.alpha": 0.1},
-            {"name": "dir0.6", "data.init_args.partition.init_args.alpha": 0.6},
-        ],
-        "seed_everything": [20, 21],
-    }
-    fixed = {
-        "trainer.max_epochs": 2,
-        "trainer.callbacks": [{"class_path": "CommunicationLogger"}],
-        "data.init_args.partition": {"class_path": "Dirichlet", "init_args": {"alpha": 0.3}},
-        "data.init_args.num_clients": 10,
-    }
-    sweep = {
-        "configs": ["base", "data/digits", "logger/csv"],
-        "fixed": fixed,
-        "grid": grid,
-        "select": {
-            "over": {"model.learner.init_args.lr": [0.1, 10.0]},
-            "metric": "val/acc",
-            "val_fraction": 0.2,
-            "rounds": 2,
-            "seeds": [100],
-        },
-    }
-    (cli.folder / "small.yaml").write_text(yaml.safe_dump(sweep, sort_keys=False))
-    result = cli("sweep", "small.yaml", "--out", "runs/small", "--jobs", 1)
-    assert result.returncode == 0, result.stderr
-    keep(cli.folder / "runs", cli.folder / "kept", clocks=())
-    made, picture = methods.accuracy(cli.folder / "kept")
-    assert picture is not None and picture.startswith(b"\x89PNG")
-    names = [
-        item["name"] for item in parse_yaml(packaged()[methods.SWEEP].read_text())["grid"]["method"]
-    ]
-    others = [name for name in names if name not in ("fedavg", "scaffold")]
-    for setting in ("dir0.1", "dir0.6"):
-        _, _, part = made.partition(f"**{setting}.** A run of FedAvg sends ")
-        head, _, *rows = part.partition("\n\n")[2].splitlines()[:4]
-        assert head == methods.line(compared.COLUMNS)
-        cells = {row.split(" | ")[0].strip("|* "): row.strip("| ").split(" | ") for row in rows}
-        assert "±" in cells["scaffold"][1] and "[" in cells["scaffold"][2]
-        assert cells["scaffold"][3] == "lr 0.1↓" and cells["scaffold"][4:6] == ["2", "1"]
-        assert cells["fedavg"][2] == "–" and cells["fedavg"][4:] == ["1", "1", "1"]
-        best_first = [float(row.split(" | ")[1].split(" ±")[0]) for row in rows]
-        assert best_first == sorted(best_first, reverse=True)
-        waiting = " ".join(made.split())
-        assert f"Not run yet with {setting}: {', '.join(others)}." in waiting

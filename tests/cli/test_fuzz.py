@@ -10,7 +10,6 @@ import random
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,7 +49,7 @@ VALUES = [
 ]
 PIECES = [
     "model: {learner: {init_args: {lr: fast}}}",
-    "model: {learner: {class_path: ImageClassifier, lr: 1}}",
+    "model: {learner: {class_path: Classifier, lr: 1}}",
     "model: {learner: [1]}",
     "model: {client_optimizer: {class_path: SGD, init_args: {lrr: 1}}}",
     "model: {asynchronous: {size: 3}}",
@@ -74,49 +73,32 @@ PIECES = [
 
 def misspelt(chance: random.Random, word: str) -> str:
     place = chance.randrange(len(word) + 1)
-    kinds = [
-        word[:place] + word[place + 1 :],
-        word[:place] + chance.choice("aX._-=+[ ") + word[place:],
-    ]
-    return chance.choice([*kinds, word.upper(), word + word[-1:]])
+    typed_in = word[:place] + chance.choice("aX._-=+[ ") + word[place:]
+    return chance.choice([word[:place] + word[place + 1 :], typed_in, word.upper(), word * 2])
 
 
-def dropped(chance: random.Random, words: list[str]) -> None:
-    del words[chance.randrange(len(words))]
+def changed(chance: random.Random, words: list[str], kind: str) -> None:
+    """Change a command line in one of the ways that ``MUTATIONS`` names."""
+    place, other = chance.randrange(len(words)), chance.randrange(len(words))
+    of_others = chance.choice(LINES)[1:]
+    if kind == "dropped":
+        del words[place]
+    elif kind == "doubled":
+        words[place:place] = words[place : place + chance.choice([1, 2])]
+    elif kind == "misspelt":
+        words[place] = misspelt(chance, words[place])
+    elif kind == "reordered":
+        words[place], words[other] = words[other], words[place]
+    elif kind == "odd":
+        words[place] = chance.choice(VALUES)
+    elif kind == "of another":
+        begin = chance.randrange(len(of_others))
+        words[len(words) :] = of_others[begin : begin + 2]
+    else:
+        words[place : place + 2] = ["=".join(words[place : place + 2])]
 
 
-def doubled(chance: random.Random, words: list[str]) -> None:
-    place = chance.randrange(len(words))
-    words[place:place] = words[place : place + chance.choice([1, 2])]
-
-
-def typed_wrong(chance: random.Random, words: list[str]) -> None:
-    place = chance.randrange(len(words))
-    words[place] = misspelt(chance, words[place])
-
-
-def reordered(chance: random.Random, words: list[str]) -> None:
-    one, other = chance.randrange(len(words)), chance.randrange(len(words))
-    words[one], words[other] = words[other], words[one]
-
-
-def odd(chance: random.Random, words: list[str]) -> None:
-    words[chance.randrange(len(words))] = chance.choice(VALUES)
-
-
-def of_another(chance: random.Random, words: list[str]) -> None:
-    other = chance.choice(LINES)[1:]
-    place = chance.randrange(len(other))
-    words[len(words) :] = other[place : place + 2]
-
-
-def joined(chance: random.Random, words: list[str]) -> None:
-    place = chance.randrange(len(words))
-    words[place : place + 2] = ["=".join(words[place : place + 2])]
-
-
-MUTATIONS: list[Callable[[random.Random, list[str]], None]]
-MUTATIONS = [dropped, doubled, typed_wrong, reordered, odd, odd, of_another, joined]
+MUTATIONS = ("dropped", "doubled", "misspelt", "reordered", "odd", "odd", "of another", "joined")
 
 
 def mutated(chance: random.Random) -> list[str]:
@@ -124,7 +106,7 @@ def mutated(chance: random.Random) -> list[str]:
     command, *words = chance.choice(LINES)
     for _ in range(chance.choice([1, 1, 2, 3])):
         if words:
-            chance.choice(MUTATIONS)(chance, words)
+            changed(chance, words, chance.choice(MUTATIONS))
     return [command, *words, "--print_config"]
 
 

@@ -1,26 +1,26 @@
-"""What ``--help`` says, and that it says what there is."""
+"""What ``--help`` says, that there is what it says, and what a command imports for it."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fl_lightning.__main__ import main
+from fl_lightning.datamodules import Digits
 from fl_lightning.lab.cli.cli import CommandCLI
+from fl_lightning.lab.cli.commands import MODULES
 from fl_lightning.lab.cli.compose import prepare
 from fl_lightning.lab.cli.help import asked
 
 FIT = str(asked("fit", "train", ["--help"]))
-
-
-def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What the command line prints."""
-    assert main(argv) == 0
-    return capsys.readouterr().out
+HERE = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -40,63 +40,50 @@ def named(text: str) -> set[str]:
 
 
 def test_the_help_of_fit_is_one_screen_of_what_a_federated_run_takes(options: set[str]) -> None:
-    assert len(FIT.splitlines()) <= 60
-    assert max(map(len, FIT.splitlines())) <= 100
+    assert len(FIT.splitlines()) <= 60 and max(map(len, FIT.splitlines())) <= 100
     of_rounds = {name for name in options if re.fullmatch(r"--model\.[a-z_]+", name)}
     own = {"--monitor", "--monitor_mode", "--ckpt_path", "--weights_only", "--seed_everything"}
     assert of_rounds | own <= named(FIT)
-
-
-def test_what_the_help_names_exists(options: set[str]) -> None:
+    # What it names exists.
     of_classes = ("--data.", "--model.learner.", "--method")
     elsewhere = ("--help", "--debug", "--print_config")
-    for name in named(FIT):
-        known = name in options or name.endswith(".help") or name in elsewhere
-        assert known or name.startswith(of_classes), name
+    for name in named(FIT) - options:
+        assert name.endswith(".help") or name in elsewhere or name.startswith(of_classes), name
 
 
-@pytest.mark.parametrize("command", ["fit", "test", "export", "partition"])
-def test_it_is_there_at_once(command: str) -> None:
-    code = (
-        "import sys; from fl_lightning.__main__ import main; main(sys.argv[1:]); "
-        "print('torch' in sys.modules)"
-    )
-    argv = [sys.executable, "-c", code, command, "-c", "base", "--help"]
-    lines = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert lines[0].startswith(f"usage: fl-lightning {command}")
-    assert lines[-1] == "False"
+SHOWN = [  # what is typed → what is in it
+    ("--data.help", r"\n  Digits +1,797 grey images"),
+    ("--method.help", r"\n  ControlVariates +SCAFFOLD: "),
+    ("--model.help", r"--model.participation PARTICIPATION"),
+    ("--data.partition.help", r"\n  Dirichlet +Class proportions"),
+    ("--model.server_optimizer.help", r"\n  FedAdam "),
+    ("--model.lr_decay.help", r"\n  Exponential "),
+    ("-c base --data.help Digits", r"--data.root ROOT +\(type: str \| Path, default: data\)"),
+    ("-c base --data.help Digits", r"None: all samples of a client"),
+    ("--method.help=RelaxedInitialization", r"--method.beta BETA"),
+    ("--model.client_optimizer.help SGD", r"--model.client_optimizer.momentum"),
+]
 
 
-def test_all_of_it_names_every_argument_and_our_classes_alone(
+@pytest.mark.parametrize(("argv", "text"), SHOWN)
+def test_an_option_tells_its_classes_and_a_class_its_arguments(
+    argv: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", *argv.split()]) == 0
+    out = capsys.readouterr().out
+    assert re.search(text, out), out
+    assert "torch.nn" not in out and "pytorch_lightning.callbacks" not in out
+
+
+def test_all_of_it_names_every_argument(
     capsys: pytest.CaptureFixture[str], options: set[str]
 ) -> None:
-    text = shown(capsys, "fit", "--help", "all")
-    missing = {
-        name
-        for name in options
-        if re.fullmatch(r"--(model|trainer)\.[a-z_]+", name) and f"{name} " not in text
-    }
-    assert not missing
-    assert "torch.nn" not in text and "pytorch_lightning.callbacks" not in text
-    for name in ("Digits", "Dirichlet", "ControlVariates", "ImageClassifier", "MLP", "FedAdam"):
-        assert re.search(rf"^  {name} ", text, re.M), name
-
-
-def test_an_option_tells_its_classes_and_a_class_its_arguments(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert re.search(r"^  Digits +1,797 grey images", shown(capsys, "fit", "--data.help"), re.M)
-    assert re.search(r"^  ControlVariates +SCAFFOLD: ", shown(capsys, "fit", "--method.help"), re.M)
-    assert "--model.participation  int | float | str, default 0.1" in shown(
-        capsys, "fit", "--model.help"
-    )
-    digits = shown(capsys, "fit", "-c", "base", "--data.help", "Digits")
-    assert "--data.root  str | Path, default data" in digits
-    size = "--data.batch_size  an integer from 1, or null, default 50\n"
-    assert size + "        None: all samples of a client" in digits
-    assert "--method.beta  float | Schedule" in shown(
-        capsys, "fit", "--method.help=RelaxedInitialization"
-    )
+    assert main(["fit", "--help", "all"]) == 0
+    text = capsys.readouterr().out
+    arguments = {name for name in options if re.fullmatch(r"--(model|trainer)\.[a-z_]+", name)}
+    assert not {name for name in arguments if f"{name} " not in text}
+    assert main(["partition", "--help", "all"]) == 0
+    assert "--data.partition CLASS" in capsys.readouterr().out
 
 
 def test_a_class_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,13 +96,7 @@ def test_a_class_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("argv", "status"),
-    [
-        (["configs"], 0),
-        (["fit", "--help"], 0),
-        (["--help"], 0),
-        (["sweep", "demo", "--dry_run"], 141),
-        (["sweep", "--help"], 0),
-    ],
+    [(["configs"], 0), (["fit", "--help"], 0), (["sweep", "demo", "--dry_run"], 141)],
 )
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_whoever_reads_it_may_stop_early(argv: list[str], status: int, unbuffered: str) -> None:
@@ -126,3 +107,82 @@ def test_whoever_reads_it_may_stop_early(argv: list[str], status: int, unbuffere
     run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
     os.close(writer)
     assert (run.returncode, run.stderr) == (status, "")
+
+
+# --------------------------------------------------------------------------- imports
+
+# What some run, report or test needs, and a run of the digits does not. (torchmetrics itself
+# imports transformers and matplotlib where they are installed.)
+ELSEWHERE = {
+    *("sklearn", "joblib", "narwhals", "pandas", "pyarrow", "peft", "safetensors"),
+    *("dp_accounting", "opacus", "wandb", "mlflow", "hypothesis", "pytest", "tensorboard"),
+    *("fl_lightning.lab.report", "fl_lightning.lab.sweep", "fl_lightning.lab.analysis"),
+    *("fl_lightning.lab.contracts", "fl_lightning.testing"),
+}
+CODE = """
+import json, sys
+from fl_lightning.__main__ import main
+status = main(sys.argv[1:])
+json.dump([status, sorted(sys.modules)], open("imported.json", "w"))
+"""
+# Some parsers end the process once they have told.
+HELP = """
+import atexit, sys
+from fl_lightning.__main__ import main
+atexit.register(lambda: print("torch:", "torch" in sys.modules))
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("argv", "status", "unused"),
+    [
+        ("-c debug/tiny -c logger/csv", 0, "torch.utils.tensorboard"),
+        ("--trainer.max_epoch 1", 2, "matplotlib.backends.backend_agg"),
+    ],
+)
+def test_a_command_imports_nothing_that_it_does_not_use(
+    argv: str, status: int, unused: str, tmp_path: Path
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    command = [
+        sys.executable,
+        "-c",
+        CODE,
+        *["fit", "-c", "base", "-c", "data/digits"],
+        *argv.split(),
+    ]
+    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True)
+    ended, modules = json.loads((tmp_path / "imported.json").read_text())
+    assert ended == status and not set(modules) & (ELSEWHERE | {unused})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [*MODULES, "fit", "test", "export", "partition"])
+def test_what_a_command_takes_is_told_without_torch(command: str) -> None:
+    argv = [sys.executable, "-c", HELP, command, "--help"]
+    result = subprocess.run(argv, cwd=HERE, stdout=subprocess.PIPE, text=True)
+    assert result.stdout.startswith("usage: ") and result.stdout.endswith("torch: False\n")
+
+
+def test_the_digits_are_scikit_learns() -> None:
+    from sklearn.datasets import load_digits
+
+    data = Digits(num_clients=2)
+    data.load()
+    pixels, labels = load_digits(return_X_y=True)
+    sets = (data.train_set, data.test_set)
+    ours = np.concatenate([np.asarray(part.x).reshape(len(part.x), 64) for part in sets])
+    targets = np.concatenate([np.asarray(part.y) for part in sets])
+    assert sorted(map(tuple, np.c_[ours, targets])) == sorted(map(tuple, np.c_[pixels, labels]))
+
+
+def test_public_names_are_completed_before_their_first_use(bare_python: str) -> None:
+    program = (
+        "import fl_lightning, fl_lightning.models as models; "
+        "assert {'__version__', *fl_lightning.__all__} == set(dir(fl_lightning)); "
+        "assert set(models.__all__) <= set(dir(models)); "
+        "assert 'FederatedModule' not in vars(fl_lightning)"
+    )
+    subprocess.run([bare_python, "-c", program], check=True)

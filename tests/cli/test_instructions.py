@@ -1,77 +1,109 @@
-"""Instructions by the command line: the small config, and the experiment in FlowerTune's form."""
+"""Instructions by the command line: the small config, FlowerTune's recipes, and QLoRA."""
 
 from __future__ import annotations
 
-import csv
 import json
+import re
+from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from fl_lightning.evaluation.instruction_records import prompt_of
+from tests.helpers.commands import done, table
+from tests.helpers.texts import llama, tokenizer_folder
 from tests.helpers.zygote import Cli
 
 pytest.importorskip("transformers", reason="texts need transformers")
 pytest.importorskip("peft", reason="low-rank matrices need peft")
 
-TINY = "experiment/flowertune/general-iid-20-tiny"
 TWO = ("--trainer.max_epochs", 2, "-c", "trainer/cpu", "--trainer.default_root_dir", "run")
 
 
-def rows(cli: Cli) -> list[dict[str, str]]:
-    with open(cli.folder / "run/metrics.csv") as file:
-        return list(csv.DictReader(file))
+def last_row(cli: Cli) -> dict[str, str]:
+    return table(cli.folder / "run/metrics.csv")[-1]
 
 
 def test_the_small_config_runs_from_nothing(cli: Cli) -> None:
     steps = ("--model.local_steps", 1, "--model.accumulate", 2, "--data.batch_size", 2)
-    done = cli("fit", "-c", "base", "-c", "data/instructions", *TWO, *steps)
-    assert done.returncode == 0, done.stderr
-    last = rows(cli)[-1]
+    done(cli("fit", "-c", "base", "-c", "data/instructions", *TWO, *steps))
+    last = last_row(cli)
     assert float(last["val/perplexity"]) > 1
     assert int(float(last["cost/gradients"])) == 5 * 2
 
 
-def test_flowertunes_form(cli: Cli) -> None:
-    """Own records, 2 of 20 clients, a rate that falls by rounds, a budget that ends it."""
-    records = [
-        {"instruction": f"say {k}", "input": "" if k % 2 else "loud", "response": str(k)}
-        for k in range(200)
-    ]
-    (cli.folder / "own").mkdir()
-    (cli.folder / "own/train.jsonl").write_text("\n".join(map(json.dumps, records)))
-    own = ("--data.root", "own", "--data.train", "train.jsonl")
-    asked = ("--model.local_steps", 1, "--data.batch_size", 2, "--trainer.limit_val_batches", 0)
-    done = cli("fit", "-c", TINY, *own, *TWO, *asked)
-    assert done.returncode == 0, done.stderr
+def mistral(folder: Path) -> None:
+    """A small random Mistral, with a tokenizer that puts a BOS before a text."""
+    import transformers
+
+    tokenizer_folder(folder, bos=True)
+    sizes = {name: value for name, value in llama().items() if name != "model_type"}
+    config = transformers.MistralConfig(**{**sizes, "max_position_embeddings": 512})
+    transformers.MistralForCausalLM(config).save_pretrained(folder)
+
+
+# Participants in a round, clients, and the question of the instruction "the king", input "no end".
+TASKS = {
+    "general": (2, 20, "the king"),
+    "medical": (2, 20, "no end"),
+    "finance": (5, 50, "the king no end"),
+    "code": (2, 10, "the king no end"),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_flowertunes_tasks(task: str, cli: Cli) -> None:
+    """On a small random network of the same architecture, and a budget that ends the run."""
+    asked_clients, clients, prompt = TASKS[task]
+    mistral(cli.folder / "tiny")
+    record = {"instruction": "the king", "input": "no end", "output": "by night"}
+    (cli.folder / "train.jsonl").write_text("\n".join([json.dumps(record)] * 100))
+    recipe = ["-c", "recipe/flowertune/general"]
+    recipe += ["-c", f"recipe/flowertune/{task}"] if task != "general" else []
+    own = ("--model.learner.path", "tiny", "--data.tokenizer", "tiny")
+    asked = ("--model.learner.quantize", "null", "--model.local_steps", 1, "--data.batch_size", 2)
+    done(cli("fit", *recipe, *own, *TWO, *asked))
     config = yaml.safe_load((cli.folder / "run/config.yaml").read_text())
     assert config["model"]["learner"]["init_args"]["lora"]["r"] == 32
-    last = rows(cli)[-1]
-    # Of two layers: two adapters of 32 (64 + 64) numbers each; float32; 2 clients, both ways.
-    d = 2 * 2 * 32 * (64 + 64)
-    assert float(last["communication/total_parameters"]) == 2 * 2 * 2 * d
+    data = config["data"]["init_args"]
+    assert data["num_clients"] == clients
+    shown, answer = prompt_of(record, data["template"], "")
+    assert shown.endswith(f"### Instruction:\n{prompt}\n### Response: ") and answer == "by night"
+    # Of two layers, adapters of rank 32 from width 16: q to 16, v to 8; both ways.
+    d = 2 * 32 * ((16 + 16) + (16 + 8))
+    sent = float(last_row(cli)["communication/total_parameters"])
+    assert sent == 2 * 2 * asked_clients * d
+    if task != "general":
+        return
     card = (cli.folder / "run/card.md").read_text()
     assert "209,715,200,000 bytes" in card
     assert f"{d:,} trained parameters" in card
     assert "32-true: trained weights in float32, frozen ones in bfloat16" in card
 
     # A budget of one round ends the run, as done; asked again it stays so.
-    budget = f"{2 * 2 * d * 4} B"
-    short = yaml.safe_dump(
-        {
-            "trainer": {
-                "callbacks": [
-                    {"class_path": "CommunicationLogger", "init_args": {"budget": budget}}
-                ]
-            }
-        }
-    )
+    budget = 2 * 2 * d * 4
+    limited = {"class_path": "CommunicationLogger", "init_args": {"budget": budget}}
+    short = yaml.safe_dump({"trainer": {"callbacks": [limited]}})
     (cli.folder / "short.yaml").write_text(short)
     again = ("--trainer.default_root_dir", "short", "--trainer.max_epochs", 3)
-    done = cli("fit", "-c", TINY, "-c", "short.yaml", *own, *asked, *again, "-c", "trainer/cpu")
-    assert done.returncode == 0, done.stderr
-    record = json.loads((cli.folder / "short/run.json").read_text())
-    assert record["status"] == "done"
-    assert len((cli.folder / "short/metrics.csv").read_text().splitlines()) == 2
-    assert "reach the budget" in done.stderr + done.stdout
-    assert cli("fit", "short").returncode == 0
-    assert len((cli.folder / "short/metrics.csv").read_text().splitlines()) == 2
+    ended = cli("fit", *recipe, "-c", "short.yaml", *own, *asked, *again, "-c", "trainer/cpu")
+    done(ended, "reach the budget")
+    assert json.loads((cli.folder / "short/run.json").read_text())["status"] == "done"
+    assert len(table(cli.folder / "short/metrics.csv")) == 1
+    done(cli("fit", "short"))
+    assert len(table(cli.folder / "short/metrics.csv")) == 1
+
+
+def test_qlora_says_what_it_needs(cli: Cli) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the refusal is of machines without a GPU")
+    mistral(cli.folder / "tiny")
+    own = ("--model.learner.path", "tiny", "--data.tokenizer", "tiny", "--data.train", "x.jsonl")
+    (cli.folder / "x.jsonl").write_text(json.dumps({"instruction": "the king", "output": "no"}))
+    run = ("fit", "-c", "base", "-c", "data/instructions", "-c", "model/qlora", *own, *TWO)
+    refused = cli(*run)
+    assert refused.returncode == 2
+    assert re.search(r"quantize='nf4' needs a CUDA GPU and bitsandbytes", refused.stderr)
+    few = ("--data.num_clients", 1, "--model.local_steps", 1)
+    done(cli(*run, "--model.learner.quantize", "null", *few))

@@ -1,50 +1,44 @@
-"""Two runs in one folder: one writes, the other says who does.
-
-A frozen one that wakes up leaves the folder alone.
-"""
+"""Two runs in one folder: one writes, the other says who does. And where a command writes."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
-import threading
+import stat
 import time
 from pathlib import Path
 
 import pytest
 
-from fl_lightning.errors import UserError
-from fl_lightning.storage import lock
-from tests.helpers.commands import typed
+from tests.helpers.commands import QUIET_FIT, done, rounds, snapshot, typed
 from tests.helpers.zygote import Cli, Process
 
 SLOW = """
 import time, torch
-from fl_lightning.models import ImageClassifier
-class Slow(ImageClassifier):
+from fl_lightning.models import Classifier
+class Slow(Classifier):
     def training_step(self, batch, i):
         time.sleep(0.002)
         return super().training_step(batch, i)
 """
-FIT = typed("fit -c base -c trainer/cpu -c method/scaffold", "--trainer.enable_progress_bar false")
-RUN = (*FIT, *typed("--model.participation 2 --model.engine sequential --trainer.logger false"))
-X = ("--trainer.default_root_dir", "x", "--ckpt_path", "last")
+RUN = (
+    *QUIET_FIT,
+    *typed("-c method/scaffold --model.participation 2 --model.engine sequential"),
+    *typed("--trainer.logger false --model.learner slow.Slow"),
+    *typed("--trainer.default_root_dir x --ckpt_path last --trainer.max_epochs"),
+)
 
 
-def started(cli: Cli, rounds: int) -> Process:
+def started(cli: Cli, number: int) -> Process:
     (cli.folder / "slow.py").write_text(SLOW)
-    return cli.start(*RUN, *X, "--trainer.max_epochs", rounds, "--model.learner", "slow.Slow")
+    return cli.start(*RUN, number)
 
 
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {
-        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
-    }
-
-
-def rounds(folder: Path) -> list[str]:
-    return [line.split(",")[0] for line in (folder / "metrics.csv").read_text().splitlines()[1:]]
+def running(cli: Cli) -> Process:
+    process = started(cli, 1000)
+    process.wait_for(cli.folder / "x/checkpoints/last.ckpt")
+    return process
 
 
 def frozen(process: Process) -> None:
@@ -58,66 +52,70 @@ def test_two_started_at_once_leave_one_run(cli: Cli) -> None:
     results = {process: process.wait() for process in (first, second)}
     winner, loser = sorted(results, key=lambda process: results[process].returncode)
     assert [results[winner].returncode, results[loser].returncode] == [0, 2], results[loser].stderr
-    said = results[loser].stderr.strip().splitlines()[-1]
-    assert f"process {winner.pid} on {socket.gethostname()} (since 20" in said and "x: " in said
+    told = results[loser].stderr.strip().splitlines()[-1]
+    assert f"process {winner.pid} on {socket.gethostname()} (since 20" in told and "x: " in told
     assert rounds(cli.folder / "x") == ["0", "1", "2"]
-    again = cli(*RUN, *X, "--trainer.max_epochs", 4, "--model.learner", "slow.Slow")
-    assert again.returncode == 0 and rounds(cli.folder / "x") == ["0", "1", "2", "3"], again.stderr
-
-
-def test_who_has_just_locked_a_folder_is_named_once_it_has_written_who_it_is(
-    tmp_path: Path,
-) -> None:
-    fcntl = pytest.importorskip("fcntl")
-    with open(tmp_path / ".lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        about = '{"pid": 12, "host": "elsewhere", "since": "today"}'
-        writing = threading.Timer(0.3, lambda: print(about, file=file, flush=True))
-        writing.start()
-        with pytest.raises(UserError, match=r"process 12 on elsewhere \(since today\)"):
-            lock.hold(tmp_path)
-        writing.join()
+    done(started(cli, 4).wait())
+    assert rounds(cli.folder / "x") == ["0", "1", "2", "3"]
 
 
 def test_a_killed_run_leaves_no_lock_and_a_stopped_one_keeps_it(cli: Cli) -> None:
     folder = cli.folder / "x"
-    process = started(cli, 1000)
-    process.wait_for(folder / "checkpoints" / "last.ckpt")
+    process = running(cli)
     frozen(process)
     before = snapshot(folder)
     result = started(cli, 2).wait()
-    assert result.returncode == 2 and f"kill -CONT {process.pid}" in result.stderr
+    assert result.returncode == 2 and f"process {process.pid} " in result.stderr
     assert snapshot(folder) == before
     process.kill(signal.SIGKILL)
     process.wait()
-    done = len(rounds(folder))
-    result = started(cli, done + 2).wait()
-    assert result.returncode == 0, result.stderr
-    assert rounds(folder) == [str(t) for t in range(done + 2)]
+    many = len(rounds(folder))
+    done(started(cli, many + 2).wait())
+    assert rounds(folder) == [str(t) for t in range(many + 2)]
 
 
-def test_a_frozen_run_that_wakes_up_after_another_took_over_writes_nothing(cli: Cli) -> None:
-    """As on a file system without locks: the second run could not see the first one's."""
-    folder = cli.folder / "x"
-    process = started(cli, 1000)
-    process.wait_for(folder / "checkpoints" / "last.ckpt")
-    frozen(process)
-    (folder / ".lock").unlink()
-    result = started(cli, len(rounds(folder)) + 3).wait()
-    assert result.returncode == 0, result.stderr
-    before = snapshot(folder)
-    process.kill(signal.SIGCONT)
-    woken = process.wait()
-    assert woken.returncode == 2 and "has continued this run in the meantime" in woken.stderr
-    assert snapshot(folder) == before
+TINY = (*QUIET_FIT, *typed("-c debug/tiny --trainer.max_epochs 1 --trainer.default_root_dir"))
 
 
-def test_a_removed_lock_is_made_again_by_who_had_it(cli: Cli) -> None:
-    folder = cli.folder / "x"
-    process = started(cli, 1000)
-    process.wait_for(folder / "checkpoints" / "last.ckpt")
-    (folder / ".lock").unlink()
-    process.wait_for(folder / ".lock")
-    assert str(process.pid) in started(cli, 1000).wait().stderr
-    os.kill(process.pid, signal.SIGTERM)
-    assert process.wait().returncode == 143
+@pytest.mark.slow
+@pytest.mark.parametrize("given", ["~/run", "${PLACE}/run"])
+def test_the_folder_is_expanded_once_for_all(cli: Cli, given: str) -> None:
+    environment = {"HOME": str(cli.folder / "home"), "PLACE": str(cli.folder / "home")}
+    (cli.folder / "home").mkdir()
+    done(cli(*TINY, given, env=environment))
+    run = cli.folder / "home" / "run"
+    assert os.listdir(cli.folder) == ["home"] and os.listdir(cli.folder / "home") == ["run"]
+    names = {path.name.split(".")[0] for path in run.iterdir()}
+    assert {"config", "metrics", "run", "checkpoints", "events"} <= names
+    assert f"default_root_dir: {run}" in (run / "config.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_an_output_that_is_no_file_is_refused_and_stays(cli: Cli) -> None:
+    done(cli(*TINY, "x"))
+    os.mkfifo(cli.folder / "pipe")
+    (cli.folder / "folder").mkdir()
+    (cli.folder / "file").write_text("before")
+    (cli.folder / "link").symlink_to("target.pt")
+    (cli.folder / "s.yaml").write_text("configs: [base, debug/tiny]\ngrid: {seed_everything: [0]}")
+    before = {path: stat.S_IFMT(path.lstat().st_mode) for path in cli.folder.iterdir()}
+    refused = [
+        *((command, "x", "-o", name) for command in ("export", "predict") for name in WRONG),
+        ("partition", *QUIET_FIT[1:3], "-o", "file"),
+        ("report", "x", "--out", "file"),
+        ("analyse", "hessian", "x", "--out", "file"),
+        ("sweep", "s.yaml", "--out", "file"),
+        (*TINY, "file"),
+    ]
+    for argv in refused:
+        ended = cli(*argv)
+        assert ended.returncode == 2 and "Traceback" not in ended.stderr, (argv, ended.stderr)
+        assert WRONG.get(argv[-1], "file") in ended.stderr
+    done(cli("export", "x", "-o", "link"))
+    assert (cli.folder / "target.pt").stat().st_size > 100
+    (cli.folder / "target.pt").unlink()
+    assert {path: stat.S_IFMT(path.lstat().st_mode) for path in cli.folder.iterdir()} == before
+    assert (cli.folder / "file").read_text() == "before"
+
+
+WRONG = {"pipe": "a pipe", "folder": "a folder", "file/below": "is not a folder"}

@@ -1,8 +1,9 @@
-"""``fl-lightning new``: a package of one's own, installed as a wheel, works like ours."""
+"""``new``: a package of one's own, installed as a wheel, works like ours; ``check``: contracts."""
 
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,23 +29,19 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def installed(written: Path, python: str, tmp_path: Path) -> Command:
     """Run ``python`` where the package's wheel is installed, in an empty folder."""
-    options = ["--quiet", "--no-deps", "--no-index", "--disable-pip-version-check"]
-    built = [*options, "--no-build-isolation", "-w", str(tmp_path / "wheels"), str(written)]
-    site = tmp_path / "site"
-    for command in (["wheel", *built], ["install", *options, "--target", str(site)]):
-        wheels = [str(path) for path in (tmp_path / "wheels").glob("*.whl")]
-        argv = [sys.executable, "-m", "pip", *command]
-        argv += wheels if command[0] == "install" else []
-        made = subprocess.run(argv, capture_output=True, text=True)
-        assert made.returncode == 0, made.stderr
-    work = tmp_path / "work"
+    quiet = ["--quiet", "--no-deps", "--no-index", "--disable-pip-version-check"]
+    wheels, site, work = (tmp_path / name for name in ("wheels", "site", "work"))
+    pip = [sys.executable, "-m", "pip"]
+    wheel = [*pip, "wheel", *quiet, "--no-build-isolation", "-w", str(wheels), str(written)]
+    subprocess.run(wheel, capture_output=True, check=True)
+    install = [*pip, "install", *quiet, "--target", str(site), *map(str, wheels.glob("*.whl"))]
+    subprocess.run(install, capture_output=True, check=True)
     work.mkdir()
 
     def run(*argv: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(site)}
-        return subprocess.run(
-            [python, *argv], cwd=work, env=environment, capture_output=True, text=True
-        )
+        command = [python, "-m", *argv]
+        return subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True)
 
     return run
 
@@ -59,29 +56,24 @@ def test_what_a_new_package_tells_to_run_has_data_of_enough_clients(
 
 
 @pytest.mark.slow
-def test_a_new_package_works_like_ours(installed: Command, tmp_path: Path) -> None:
-    listed = installed("-m", "fl_lightning", "configs").stdout
+def test_a_new_package_works_like_ours(installed: Command, written: Path, tmp_path: Path) -> None:
+    listed = installed("fl_lightning", "configs").stdout
     assert "method/own_anchor" in listed and "pulled to where it ended itself" in listed
-    help_ = installed("-m", "fl_lightning", "fit", "--method.help", "OwnAnchor")
+    help_ = installed("fl_lightning", "fit", "--method.help", "OwnAnchor")
     assert "--method.mu" in help_.stdout, help_.stderr
-    tiny = ("-m", "fl_lightning", "fit", "-c", "base", "-c", "debug/tiny")
-    run = installed(*tiny, "-c", "method/own_anchor", "--method.mu", "0.1")
-    assert run.returncode == 0, run.stderr
-    by_name = installed(*tiny, "--method", "OwnAnchor")
-    assert by_name.returncode == 0, by_name.stderr
+    tiny = ("fl_lightning", "fit", "-c", "base", "-c", "debug/tiny")
+    for method in (("-c", "method/own_anchor", "--method.mu", "0.1"), ("--method", "OwnAnchor")):
+        run = installed(*tiny, *method)
+        assert run.returncode == 0, run.stderr
     for name in ("own_anchor", "ownanchor"):
         record = (tmp_path / f"work/runs/digits-{name}-1/run.json").read_text()
         assert '"title": "OwnAnchor"' in record and '"done"' in record
     mistaken = installed(*tiny, "--method", "OwnAncor")
     assert mistaken.returncode == 2 and "Did you mean 'OwnAnchor'" in mistaken.stderr
-
-
-@pytest.mark.slow
-def test_a_new_package_passes_check_and_its_own_test(installed: Command, written: Path) -> None:
-    check = installed("-m", "fl_lightning", "check", "OwnAnchor")
-    assert check.returncode == 0, check.stdout + check.stderr
-    own = installed("-m", "pytest", "-q", "-p", "no:cacheprovider", str(written / "tests"))
-    assert own.returncode == 0, own.stdout + own.stderr
+    tests = ("pytest", "-q", "-p", "no:cacheprovider", str(written / "tests"))
+    for command in (("fl_lightning", "check", "OwnAnchor"), tests):
+        run = installed(*command)
+        assert run.returncode == 0, run.stdout + run.stderr
 
 
 @pytest.mark.parametrize(
@@ -89,12 +81,11 @@ def test_a_new_package_passes_check_and_its_own_test(installed: Command, written
     [
         ("Own", "small letters"),
         ("class", "not a keyword of Python"),
-        ("own--anchor", "single hyphens"),
         ("../own", "small letters"),
-        ("scaffold", "there is a config method/scaffold already"),
-        ("json", "Python has a module json"),
+        ("scaffold", "a config or a module of Python has this name already"),
+        ("json", "a config or a module of Python has this name already"),
         ("own-anchor", "exists already"),
-        ("proximal-term", "a class of this name exists already"),
+        ("proximal-term", "its class would be ProximalTerm, which exists already"),
     ],
 )
 def test_names_that_no_package_can_have(
@@ -102,7 +93,7 @@ def test_names_that_no_package_can_have(
 ) -> None:
     before = sorted(written.rglob("*"))
     assert main(["new", name]) == 2
-    assert f"fl-lightning: new {name}: " in (said := capsys.readouterr().err) and reason in said
+    assert f"fl-lightning: new {name}: " in (told := capsys.readouterr().err) and reason in told
     assert sorted(written.rglob("*")) == before
     assert [path.name for path in written.parent.iterdir()] == ["own-anchor"]
 
@@ -121,6 +112,80 @@ def test_a_plugin_does_not_take_the_place_of_ours_nor_end_a_run_that_does_withou
     assert read("method/extra") == {"method": []}
     assert compose.summary(packaged()["method/extra"].read_text("utf-8")) == "another"
     assert plugins.classes.__wrapped__() == {}
-    said = capsys.readouterr().err
-    assert "the plugin broken_plugin is left out: ModuleNotFoundError" in said
-    assert "the plugin not_there is left out" in said
+    told = capsys.readouterr().err
+    assert "the plugin broken_plugin is left out: ModuleNotFoundError" in told
+    assert "the plugin not_there is left out" in told
+
+
+# --------------------------------------------------------------------------- check
+
+METHOD = '''
+from fl_lightning import ClientState, FederatedCallback
+
+class OwnAnchor(FederatedCallback):
+    """FedProx's pull to where this client itself ended: g + mu (x_i - last_i). 0 is FedAvg."""
+    neutral = {"mu": 0.0}
+    last = ClientState(initial="current_model", synchronised=False)
+
+    def __init__(self, mu: float = 0.01):
+        super().__init__()
+        self.mu = mu
+
+    def on_local_gradient(self, clients, gradient):
+        return gradient + self.mu * (clients.x - self.last[clients])
+
+    def on_local_end(self, clients):
+        self.last[clients] = clients.x
+
+    def on_server_update(self, server):
+        server.log("anchor/step", server.update.norm())
+'''
+
+
+@pytest.mark.slow
+def test_the_readme_s_method_keeps_the_contracts_and_a_wrong_one_is_led_to_the_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_right_method.py").write_text(METHOD)
+    assert main(["check", "my_right_method.OwnAnchor", "--mu", "0.2"]) == 0
+    assert "OwnAnchor: all contracts hold" in capsys.readouterr().out
+    wrong = METHOD.replace("last = ClientState(initial", "kept = ClientState(initial")
+    wrong = wrong.replace("self.last[clients] = clients.x", "self.last = clients.x.clone()")
+    wrong = wrong.replace("self.last[clients])", "getattr(self, 'last', clients.x))")
+    Path("my_wrong_method.py").write_text(wrong)
+    assert main(["check", "my_wrong_method.OwnAnchor"]) == 1
+    out = capsys.readouterr().out
+    assert "on_local_end set or changed self.last" in out and "ClientState" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("ControlVariate", "Did you mean 'ControlVariates'?"),
+        ("ProximalTerm --nu 1", "check ProximalTerm: "),
+        ("ProximalTerm --nu 1", "Its arguments: mu, anchor."),
+        ("ProximalTerm --mu x", "--mu has to be a number, or a schedule."),
+    ],
+)
+def test_what_cannot_be_checked_is_said_in_a_paragraph(
+    argv: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", *argv.split()]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_terminal_sees_at_once_that_the_command_has_begun(bare_python: str) -> None:
+    ours, theirs = pty.openpty()
+    command = [bare_python, "-m", "fl_lightning", "check", "ControlVariate"]
+    process = subprocess.Popen(command, stderr=theirs, cwd=Path(__file__).parents[2])
+    first = b""
+    while not first.endswith(b"\n"):  # a terminal passes a line on in pieces
+        first += os.read(ours, 1 << 16)
+    begun = process.poll()
+    process.wait()
+    os.close(theirs)
+    os.close(ours)
+    assert first.decode() == "fl-lightning check: loading PyTorch …\r\n" and begun is None

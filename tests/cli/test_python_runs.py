@@ -17,14 +17,14 @@ from fl_lightning.callbacks import ControlVariates, RelaxedInitialization
 from fl_lightning.datamodules import Digits, Dirichlet
 from fl_lightning.errors import UserError
 from fl_lightning.lab.analysis.opened import opened
-from fl_lightning.models import MLP, ImageClassifier
+from fl_lightning.models import MLP, Classifier
 from tests.helpers.learners import Lit, blobs, federated, trainer
 from tests.helpers.zygote import Cli
 
 
 def digits(folder: Path) -> Any:
     kept = RunFolder(folder)
-    learner = ImageClassifier(MLP([64, 16, 10]), num_classes=10, lr=0.1)
+    learner = Classifier(MLP([64, 16, 10]), num_classes=10, lr=0.1)
     module = FederatedModule(learner, participation=3, local_epochs=1, seed=1, engine="sequential")
     data = Digits(num_clients=10, partition=Dirichlet(alpha=0.3), batch_size=20)
     run = pl.Trainer(
@@ -58,7 +58,8 @@ def test_all_settings_are_known_and_commands_take_the_folder(cli: Cli) -> None:
     )
     assert sum(map(len, run.partition)) == 1430
     more = cli("fit", "runs/mine", "--trainer.max_epochs", 3)
-    assert more.returncode == 2 and "Go on with it there: trainer.fit(" in more.stderr
+    # It would have the loggers of a command's run.
+    assert more.returncode == 2 and "method DivergenceLogger: absent then" in more.stderr
 
 
 def lit(folder: Path, rounds: int, seed: int = 1, **fit: Any) -> Any:
@@ -69,7 +70,7 @@ def lit(folder: Path, rounds: int, seed: int = 1, **fit: Any) -> Any:
     return module
 
 
-class Partly(ImageClassifier):
+class Partly(Classifier):
     """Its checkpoints leave the first layer out, which is frozen."""
 
     def __init__(self) -> None:
@@ -116,10 +117,7 @@ def test_what_cannot_be_known_is_left_out_and_said(
     assert yaml.safe_load(text)["data"]["init_args"]["batch_size"] == 8
     assert main(["test", str(tmp_path / "a")]) == 2
     said = capsys.readouterr().err
-    assert "made in Python" in said and "lacks data.train" in said and "trainer.test(" in said
-    assert main(["export", str(tmp_path / "a")]) == 2
-    said = capsys.readouterr().err
-    assert "trainer.export" not in said and ").learner has the global weights" in said
+    assert "made in Python" in said and "lacks data.train" in said and "data=…" in said
     run = load(tmp_path / "a")
     assert run.metrics["val/acc"].shape == (2,)
     found = load(tmp_path / "a", learner=Lit().double()).learner
@@ -128,21 +126,19 @@ def test_what_cannot_be_known_is_left_out_and_said(
     with pytest.raises(UserError, match=r"load\(.*data=…\)"):
         _ = run.data
     partition = load(tmp_path / "a", learner=Lit(), data=blobs()).partition
-    assert len(partition) == 10 and repr(partition).startswith("Indices(10 clients, ")
+    assert list(map(len, partition)) == blobs().client_sizes().tolist()
     assert main(["report", str(tmp_path / "a"), "--figures", "none"]) == 0
 
 
 def test_runs_that_differ_in_their_seed_are_of_one_config(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
-        lit(tmp_path / "a", 2, seed=1)
+        for seed in (1, 2):
+            lit(tmp_path / str(seed), 1, seed=seed)
     assert "weights_only" not in caplog.text
-    lit(tmp_path / "b", 2, seed=2)
-    runs = [str(tmp_path / "a"), str(tmp_path / "b")]
-    assert main(["report", *runs, "--figures", "none", "--out", str(tmp_path / "out")]) == 0
-    assert "differ in their config" not in capsys.readouterr().err
-    assert "differ in their config" not in (tmp_path / "out/report.md").read_text()
+    records = [json.loads((tmp_path / name / "run.json").read_text()) for name in "12"]
+    assert records[0]["config_hash"] == records[1]["config_hash"]
 
 
 class Odd(FederatedCallback):
@@ -157,9 +153,8 @@ def test_arguments_of_any_name_are_taken_and_those_without_one_are_left_out(
 ) -> None:
     round_list: list[Any] = []
     round_list.append(round_list)
-    for j, (method, unknown) in enumerate(
-        [(Odd(cls=1), []), (Odd(1, 2), ["*others"]), (Odd(1, held=round_list), ["held"])]
-    ):
+    made = [(Odd(cls=1), []), (Odd(1, 2), ["*others"]), (Odd(1, held=round_list), ["held"])]
+    for j, (method, unknown) in enumerate(made):
         folder = tmp_path / str(j)
         run = trainer(1, [method, RunFolder(folder)], enable_checkpointing=True)
         run.fit(federated(), blobs())
@@ -172,20 +167,16 @@ def test_a_folder_that_holds_a_run_is_gone_on_with_or_refused(tmp_path: Path) ->
     lit(tmp_path / "a", 2)
     with pytest.raises(UserError, match=r"already holds a run.*RunFolder\(.*\)\.last"):
         lit(tmp_path / "a", 3)
+    # One callback does not put a second run over the first, either.
+    kept = RunFolder(tmp_path / "c")
+    trainer(1, [kept], enable_checkpointing=True).fit(federated(), blobs())
+    with pytest.raises(UserError, match="already holds a run"):
+        trainer(1, [kept], enable_checkpointing=True).fit(federated(seed=2), blobs())
+    assert json.loads((tmp_path / "c/run.json").read_text())["status"] == "done"
     resumed = lit(tmp_path / "a", 4, ckpt_path=RunFolder(tmp_path / "a").last)
     whole = lit(tmp_path / "b", 4)
     assert torch.equal(resumed.global_vector, whole.global_vector)
     assert len(load(tmp_path / "a").metrics["val/acc"]) == 4
-
-
-def test_one_callback_does_not_put_a_second_run_over_the_first(tmp_path: Path) -> None:
-    kept = RunFolder(tmp_path / "a")
-    trainer(2, [kept], enable_checkpointing=True).fit(federated(), blobs())
-    for seed in (1, 2):
-        with pytest.raises(UserError, match="already holds a run"):
-            trainer(1, [kept], enable_checkpointing=True).fit(federated(seed=seed), blobs())
-    assert json.loads((tmp_path / "a/run.json").read_text())["status"] == "done"
-    assert len(load(tmp_path / "a").metrics["val/acc"]) == 2
 
 
 def test_a_refused_resume_leaves_no_best_value_to_the_next_run(tmp_path: Path) -> None:
@@ -205,10 +196,9 @@ def standing(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.0)
 
 
-@pytest.mark.parametrize("other", [{}, {"monitor": "val/loss"}])
-def test_a_run_has_one_folder(other: dict[str, Any], tmp_path: Path) -> None:
-    folders = [RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b", **other)]
-    with pytest.raises(UserError, match=r"a run has one folder, and this Trainer has 2.*Keep one"):
+def test_a_run_has_one_folder(tmp_path: Path) -> None:
+    folders = [RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b", monitor="val/loss")]
+    with pytest.raises(UserError, match=r"a run has one folder. Give the Trainer a single RunF"):
         trainer(1, folders, enable_checkpointing=True).fit(federated(), blobs())
     assert not list(tmp_path.iterdir())
 
@@ -231,23 +221,3 @@ def test_one_trainer_fits_twice_and_an_error_is_recorded(tmp_path: Path) -> None
     with pytest.raises(RuntimeError, match="no"):
         broken.fit(federated(Fails(), engine="sequential"), blobs())
     assert json.loads((tmp_path / "b/run.json").read_text())["status"] == "failed"
-
-
-def test_an_interrupted_run_says_what_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Interrupts(pl.Callback):
-        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            if trainer.current_epoch == 2:
-                raise KeyboardInterrupt
-
-    folder = tmp_path / "a"
-    callbacks = [ControlVariates(), RunFolder(folder), Interrupts()]
-    run = trainer(5, callbacks, enable_checkpointing=True)
-    with pytest.raises((SystemExit, KeyboardInterrupt)):
-        run.fit(federated(engine="sequential"), blobs())
-    said = capsys.readouterr().out
-    assert "stopped after 2 of 5 rounds; this goes on: trainer.fit(module, data, " in said
-    assert f"ckpt_path=RunFolder({str(folder)!r}).last)" in said
-    assert lit(folder, 3, ckpt_path=RunFolder(folder).last) is not None
-    assert len(load(folder).metrics["val/acc"]) == 3

@@ -1,8 +1,7 @@
-"""Configs of files that users have, run by the command line on small files of their form."""
+"""Configs of files that users have, on small files of their form, and other tools' splits."""
 
 from __future__ import annotations
 
-import csv
 import json
 import random
 from collections.abc import Sequence
@@ -13,14 +12,14 @@ import pytest
 from PIL import Image
 from scipy.io import savemat
 
-from tests.helpers.commands import typed
+from fl_lightning.lab.cli.compose import packaged
+from tests.helpers.commands import done, said, table, typed
 from tests.helpers.zygote import Cli
 
 FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "--trainer.max_epochs", 1)
 
 
-def test_heart_disease(cli: Cli) -> None:
-    (cli.folder / "data").mkdir()
+def heart_disease(data: Path) -> None:
     draw = random.Random(0)
     for name, count in (("cleveland", 60), ("hungarian", 50), ("switzerland", 30), ("va", 30)):
         rows = []
@@ -28,16 +27,7 @@ def test_heart_disease(cli: Cli) -> None:
             row = [draw.randint(30, 80), i % 2, 1.0 + i % 4, 120, 200, 0, float(i % 3), 150, 0, 1.5]
             rows.append(",".join(map(str, [*row, "?", "?", "?", i % 3])))
         rows[1] = rows[1].replace("120", "?")
-        (cli.folder / "data" / f"processed.{name}.data").write_text("\n".join(rows) + "\n")
-    run = cli(
-        *(*FIT, "-c", "data/heart_disease", "--model.participation", "all"),
-        *("--trainer.callbacks+", "PerClientEvaluation"),
-    )
-    assert run.returncode == 0, run.stderr
-    (folder,) = (cli.folder / "runs").iterdir()
-    rows_of = list(csv.DictReader((folder / "clients.csv").open()))
-    assert [row["name"] for row in rows_of] == ["cleveland", "hungarian", "switzerland", "va"]
-    assert [int(row["samples"]) for row in rows_of] == [21, 17, 10, 10]
+        (data / f"processed.{name}.data").write_text("\n".join(rows) + "\n")
 
 
 def pictures(path: Path) -> None:
@@ -54,57 +44,44 @@ def pictures(path: Path) -> None:
 def test_partition_takes_the_options_of_a_run_and_names_clients_and_classes(cli: Cli) -> None:
     pictures(cli.folder / "pets")
     (cli.folder / "pets/art/cat/Thumbs.db").touch()
-    where = ("--data", "FromFolders", "--data.path", "pets", "--data.image_size", 8)
-    trained = typed("--model.learner.num_classes 2 --trainer.max_epochs=3 --model.lr_decay -.5")
-    shown = cli("partition", "-c", "base", *where, *trained)
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.splitlines()[0].split() == ["client", "samples", "name", "cat", "dog"]
-    assert "Note: 'pets' is read as layout=folders" in shown.stderr
-    refused = cli("partition", "-c", "base", *where, "--data.num_clients", 7)
-    assert refused.returncode == 2
-    assert "--data.num_clients has no effect: FromFolders takes its clients" in refused.stderr
-    (cli.folder / "elsewhere.py").write_text("from fl_lightning.datamodules import FromFolders\n")
-    there = [part.replace("FromFolders", "elsewhere.FromFolders") for part in map(str, where)]
-    refused = cli("partition", "-c", "base", *there, "--data.num_clients", 7)
-    assert refused.returncode == 2 and "has no effect" in refused.stderr
-    dealt = cli(
-        "partition", "-c", "base", *where, "--data.num_clients=7", "--data.partition", "IID"
-    )
-    assert dealt.returncode == 0 and "7 clients" in dealt.stdout, dealt.stderr
     own = "from fl_lightning.datamodules import FromFolders, IID\nclass Own(FromFolders):\n"
     own += "    def __init__(self, path, num_clients=2):\n        super().__init__(path, "
     own += "image_size=8, partition=IID(), num_clients=num_clients)\n"
     (cli.folder / "own_folders.py").write_text(own)
-    taken = cli(
-        *("partition", "--data", "own_folders.Own", "--data.path", "pets"),
-        *("--data.num_clients", 3),
-    )
-    assert taken.returncode == 0 and "3 clients" in taken.stdout, taken.stderr
+    pets = "partition -c base --data.path pets --data.image_size 8 --data"
+    trained = "--model.learner.num_classes 2 --trainer.max_epochs=3 --model.lr_decay -.5"
+    shown = done(cli(*typed(pets, "FromFolders", trained)))
+    assert shown.stdout.splitlines()[0].split() == ["client", "samples", "name", "cat", "dog"]
+    assert "Note: 'pets' is read as layout=folders" in shown.stderr
+    effect = "--data.num_clients has no effect: FromFolders takes its clients"
+    for cls in ("FromFolders", "own_folders.FromFolders"):
+        said(cli(*typed(pets, cls, "--data.num_clients 7")), effect)
+    dealt = typed(pets, "FromFolders --data.num_clients=7 --data.partition IID")
+    assert "7 clients" in done(cli(*dealt)).stdout
+    taken = "partition --data own_folders.Own --data.path pets --data.num_clients 3"
+    assert "3 clients" in done(cli(*typed(taken))).stdout
 
 
 def test_domains_are_measured_by_name(cli: Cli) -> None:
     pictures(cli.folder / "pets")
-    run = cli(
-        *(*FIT, "--data", "FromFolders", "--data.path", "pets", "--data.test", 0.25),
-        *("--data.image_size", 8, "--data.clients_per_domain", 2),
-        *("--model.participation", "all", "--trainer.callbacks+", "PerClientEvaluation"),
-        *("--model.learner.network", "MLP", "--model.learner.network.sizes", "[192, 8, 2]"),
-        *("--model.learner.num_classes", 2),
+    run = typed(
+        "--data FromFolders --data.path pets --data.test 0.25 --data.image_size 8",
+        "--data.clients_per_domain 2 --model.participation all",
+        "--trainer.callbacks+ PerClientEvaluation",
     )
-    assert run.returncode == 0, run.stderr
+    done(cli(*FIT, *run))
     (folder,) = (cli.folder / "runs").iterdir()
-    rows = {row["domain"]: row for row in csv.DictReader((folder / "domains.csv").open())}
+    rows = {row["domain"]: row for row in table(folder / "domains.csv")}
     assert list(rows) == ["art", "photo", "mean", "worst"]
     assert [rows[name]["clients"] for name in ("art", "photo")] == ["2", "2"]
     each = [float(rows[name]["acc"]) for name in ("art", "photo")]
     assert float(rows["mean"]["acc"]) == sum(each) / 2 and float(rows["worst"]["acc"]) == min(each)
     losses = [float(rows[name]["loss"]) for name in ("art", "photo")]
     assert float(rows["worst"]["loss"]) == max(losses)
-    logged = list(csv.DictReader((folder / "metrics.csv").open()))[-1]
+    logged = table(folder / "metrics.csv")[-1]
     assert float(logged["domains/acc/art"]) == each[0]
     assert float(logged["domains/acc_worst"]) == min(each)
-    report = cli("report", folder)
-    assert report.returncode == 0, report.stderr
+    done(cli("report", folder))
 
 
 def leaf(path: Path, x: Sequence[object], y: list[int]) -> None:
@@ -226,7 +203,50 @@ def saved(path: Path) -> None:
     datasets.DatasetDict({"train": made, "test": made}).save_to_disk(path)
 
 
+def tiny_imagenet(path: Path) -> None:
+    """Folders as in tiny-imagenet-200.zip: two classes, a grey picture among them."""
+    names = ("n01443537", "n01629819")
+    lines = []
+    for label, name in enumerate(names):
+        folder = path / "train" / name / "images"
+        folder.mkdir(parents=True)
+        (folder.parent / f"{name}_boxes.txt").write_text(f"{name}_0.JPEG\t0\t10\t63\t58\n")
+        for i in range(60):
+            mode, level = ("L", 90) if i == 0 else ("RGB", (90 * label, i, 9))
+            Image.new(mode, (64, 64), level).save(folder / f"{name}_{i}.JPEG")
+    for side in ("val", "test"):
+        (path / side / "images").mkdir(parents=True)
+        for i in range(6):
+            image = Image.new("RGB", (64, 64), (90 * (i % 2), 9, 9))
+            image.save(path / side / "images" / f"{side}_{i}.JPEG")
+            lines += [f"val_{i}.JPEG\t{names[i % 2]}\t0\t32\t44\t62"] if side == "val" else []
+    (path / "val/val_annotations.txt").write_text("\n".join(lines) + "\n")
+    (path / "wnids.txt").write_text("\n".join(names))
+
+
+def medical(path: Path, shape: tuple[int, ...] = (28, 28, 3), labels: int = 1) -> None:
+    """A file of MedMNIST: labels (N, 1), or (N, 14) of ChestMNIST."""
+    draw = np.random.default_rng(0)
+    arrays = {}
+    for split, count in (("train", 80), ("val", 10), ("test", 20)):
+        arrays[f"{split}_images"] = draw.integers(0, 256, (count, *shape), np.uint8)
+        found = np.arange(count)[:, None] % 9 if labels == 1 else draw.integers(0, 2, (count, 14))
+        arrays[f"{split}_labels"] = found.astype(np.uint8)
+    np.savez(path, **arrays)
+
+
+def sentiments(path: Path) -> None:
+    path.mkdir()
+    for side, count in (("train", 40), ("dev", 10)):
+        rows = [f'a "film {i}\t{i % 2}' for i in range(count)]
+        (path / f"{side}.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n")
+
+
 MADE = {
+    "glue": lambda data: sentiments(data / "SST-2"),
+    "medmnist": lambda data: medical(data / "pathmnist.npz"),
+    "tinyimagenet": lambda data: tiny_imagenet(data / "tiny-imagenet-200"),
+    "heart_disease": heart_disease,
     "shakespeare_leaf": lambda data: speech(data / "shakespeare/data"),
     "sent140_leaf": lambda data: tweets(data / "sent140/data"),
     "shakespeare_tff": speeches,
@@ -238,11 +258,11 @@ MADE = {
     "femnist_tff": lambda data: hdf5(data, "fed_emnist_digitsonly", np.zeros((4, 28, 28))),
     "cifar100_tff": lambda data: hdf5(data, "fed_cifar100", np.zeros((4, 32, 32, 3), np.uint8)),
     "pfllib": lambda data: pfllib(data / "MNIST"),
-    "office_caltech": lambda data: domains(data / "office_caltech"),
-    "office_home": lambda data: domains(data / "office_home"),
-    "pacs": lambda data: domains(data / "pacs"),
-    "domainnet": lambda data: domains(data / "domainnet"),
     "digits5": lambda data: digits(data / "digits5"),
+    **{
+        name: lambda data, name=name: domains(data / name)
+        for name in ("office_caltech", "office_home", "pacs", "domainnet")
+    },
 }
 
 
@@ -250,8 +270,54 @@ MADE = {
 def test_a_round_of_every_config(name: str, cli: Cli) -> None:
     (cli.folder / "data").mkdir()
     MADE[name](cli.folder / "data")
-    run = cli(*FIT, "-c", f"data/{name}", "--model.participation", "all", "--model.local_epochs", 1)
-    assert run.returncode == 0, run.stderr
+    who = "2" if name == "tinyimagenet" else "all"
+    options = typed(f"--model.participation {who} --model.local_epochs 1")
+    options += typed("--model.local_steps 1") if name == "glue" else ()
+    options += typed("--trainer.callbacks+ PerClientEvaluation") if name == "heart_disease" else ()
+    done(cli(*FIT, "-c", f"data/{name}", *options))
     (folder,) = (cli.folder / "runs").iterdir()
-    logged = list(csv.DictReader((folder / "metrics.csv").open()))
-    assert float(logged[-1]["val/loss"]) > 0
+    assert float(table(folder / "metrics.csv")[-1]["val/loss"]) > 0
+    if name == "heart_disease":
+        rows = table(folder / "clients.csv")
+        assert [row["name"] for row in rows] == ["cleveland", "hungarian", "switzerland", "va"]
+        assert [int(row["samples"]) for row in rows] == [21, 17, 10, 10]
+
+
+@pytest.mark.parametrize("split", sorted(name for name in packaged() if name.startswith("split/")))
+def test_every_split_is_made(split: str, cli: Cli) -> None:
+    run = done(cli("partition", "-c", "data/digits", "-c", split))
+    assert "Gini of sizes" in run.stdout and (cli.folder / "partition.npz").is_file()
+
+
+@pytest.mark.parametrize(
+    ("configs", "folder"),
+    [
+        ("-c recipe/flsimulator/fedsmoo -c method/ri", "fedsmoo+ri"),
+        ("-c recipe/flsimulator/scaffold -c recipe/flsimulator/ri", "scaffold+ri"),
+        ("-c recipe/flsimulator/fedadam", "fedadam"),
+        ("-c recipe/pfllib/fedavg", "fedavg"),
+        ("-c recipe/pfllib/fedavg -c method/ditto", "ditto"),
+    ],
+)
+def test_a_round_of_a_recipe_with_other_data(configs: str, folder: str, cli: Cli) -> None:
+    small = "-c data/digits -c model/mlp -c trainer/cpu --trainer.max_epochs 1"
+    tests = "--data.client_test_fraction 0.25 --data.num_clients 8"
+    done(cli("fit", *typed(configs, small, tests)))
+    (row,) = table(cli.folder / "runs" / f"digits-{folder}-1" / "metrics.csv")
+    assert float(row["val/acc"]) > 0
+    # PFLlib's accuracy: right answers over all clients' test samples.
+    assert ("clients/acc_weighted" in row) == ("pfllib" in configs)
+
+
+def test_ri_of_updates_is_refused_beside_duals_that_need_models(cli: Cli) -> None:
+    words = "-c recipe/flsimulator/feddyn -c recipe/flsimulator/ri -c data/digits -c model/mlp"
+    said(cli("fit", *typed(words)), "cannot run together", "-c method/ri")
+
+
+def test_pooled_clients_are_tested_on_their_own_samples_of_the_split(cli: Cli) -> None:
+    options = typed("-c data/digits -c split/pfllib_dir --model.participation 4")
+    done(cli(*FIT, *options, "--trainer.callbacks+", "PerClientEvaluation"))
+    (folder,) = (cli.folder / "runs").iterdir()
+    rows = table(folder / "clients.csv")
+    assert len(rows) == 20 and sum(int(row["samples"]) for row in rows) > 400
+    assert float(table(folder / "metrics.csv")[-1]["val/acc"]) > 0

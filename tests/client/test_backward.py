@@ -12,9 +12,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fl_lightning import UserError
-from fl_lightning.callbacks import HessianLogger
+from fl_lightning.callbacks import (
+    HessianLogger,
+    MoreauEnvelope,
+    ProximalPersonalModel,
+    ProximalTerm,
+)
 from fl_lightning.client.step_hooks import differentiated
-from tests.helpers.learners import Lit, blobs, federated, trainer
+from tests.helpers.learners import (
+    Lit,
+    assert_trained_as,
+    blobs,
+    by_hand,
+    by_lightning,
+    client_rows,
+    federated,
+    trainer,
+)
 
 ENGINES: list[dict[str, Any]] = [
     {"engine": "sequential"},
@@ -60,33 +74,17 @@ class WithinBackward(Lit):
         return nn.functional.cross_entropy(self.net[2](hidden), y)
 
 
-class Hooked(Reentrant):
-    """With a hook of its own around the backward."""
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        assert loss.ndim == 0
-
-
 @pytest.mark.filterwarnings("ignore:engine=", "ignore:None of the inputs")
 @pytest.mark.parametrize("settings", ENGINES, ids=str)
-@pytest.mark.parametrize("learner", [Reentrant, WithinBackward, Hooked])
+@pytest.mark.parametrize("learner", [Reentrant, WithinBackward])
 def test_layers_whose_gradient_comes_by_a_backward_within_are_trained(
     learner: type[Lit], settings: dict[str, Any]
 ) -> None:
     data = blobs(clients=1)
     module = federated(learner(), participation="all", **settings)
     plain = copy.deepcopy(module.learner)
-    plain.log = lambda *a, **k: None
     trainer(1).fit(module, data)
-    optimizer = plain.configure_optimizers()
-    for step, batch in enumerate(data.client_batches(0, 0, 3)):
-        optimizer.zero_grad()
-        plain.training_step(batch, step).backward()
-        optimizer.step()
-    for name, value in module.export().state_dict().items():
-        torch.testing.assert_close(
-            value, plain.state_dict()[name], rtol=1e-10, atol=1e-10, msg=name
-        )
+    assert_trained_as(module, by_hand(plain, data.client_batches(0, 0, 3)))
 
 
 class Detached(Lit):
@@ -174,3 +172,118 @@ def test_hooks_of_parameters_see_the_gradient_of_a_recorded_step() -> None:
     parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
     (gradient,) = differentiated(parameter.square().sum(), [parameter], recording=True)
     assert len(seen) == 1 and gradient is not None and torch.equal(seen[0], gradient)
+
+
+OPTIMIZERS = {
+    "decay": lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1),
+    "groups": lambda p: torch.optim.AdamW([{"params": [each]} for each in p], 0.01),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:engine=")
+
+
+class TwoHeads(Lit):
+    """The loss depends on one of two heads, by the batch's first label or always."""
+
+    def __init__(self, by_batch: bool = False) -> None:
+        super().__init__()
+        self.other = nn.Linear(8, 4)
+        self.by_batch = by_batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = self.net[1](self.net[0](x))
+        if self.by_batch and batch_idx % 2:
+            return nn.functional.cross_entropy(self.other(hidden), y)
+        return nn.functional.cross_entropy(self.net[2](hidden), y)
+
+
+@pytest.mark.parametrize("settings", ENGINES, ids=str)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_head_that_the_loss_does_not_depend_on_stays(optimizer: str, settings: Any) -> None:
+    data = blobs(clients=1)
+    learner = TwoHeads()
+    module = federated(
+        learner, participation="all", client_optimizer=OPTIMIZERS[optimizer], **settings
+    )
+    plain = copy.deepcopy(learner)
+    trainer(1).fit(module, data)
+    batches = data.client_batches(0, 0, 3)
+    assert_trained_as(module, by_hand(plain, batches, OPTIMIZERS[optimizer]))
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("optimizer", ["decay", "momentum"])
+def test_a_head_stays_in_the_steps_that_do_not_use_it(optimizer: str, clip: float | None) -> None:
+    data = blobs(clients=1)
+    learner = TwoHeads(by_batch=True)
+    module = federated(
+        learner,
+        participation="all",
+        client_optimizer=OPTIMIZERS[optimizer],
+        clip_norm=clip,
+        engine="sequential",
+    )
+    plain = copy.deepcopy(learner)
+
+    class Clipped(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], clip)
+            super().step()
+
+    def clipped(parameters: Any) -> Any:
+        (group,) = OPTIMIZERS[optimizer](parameters).param_groups
+        options = {name: group[name] for name in ("lr", "momentum", "weight_decay")}
+        return Clipped(parameters, **options)
+
+    trainer(1).fit(module, data)
+    assert_trained_as(module, by_hand(plain, data.client_batches(0, 0, 3), clipped), 1e-6)
+
+
+def test_a_head_that_a_method_pulls_is_stepped() -> None:
+    data = blobs(clients=1)
+    learner = TwoHeads(by_batch=True)
+    module = federated(
+        learner,
+        participation="all",
+        client_optimizer=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        engine="sequential",
+    )
+    start = learner.other.weight.detach().clone()
+    trainer(1, [ProximalTerm(5.0)]).fit(module, data)
+    assert not torch.equal(module.export().other.weight, start)
+
+
+class HeadAlone(Lit):
+    """Its optimizer holds the head; the body asks for gradients all the same."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("personal", [ProximalPersonalModel, MoreauEnvelope])
+def test_what_no_optimizer_holds_stays_in_personal_models_too(personal: Any) -> None:
+    module = federated(HeadAlone(), participation="all", engine="sequential")
+    trainer(2, [personal()]).fit(module, blobs(clients=2))
+    body = module.layout["net.2.weight"][0].start
+    models = [
+        row
+        for (key, _), row in client_rows(module).items()
+        if row.shape == module.global_vector.shape
+    ]
+    assert models
+    w = module.global_vector.detach()
+    for model in models:
+        assert torch.equal(model[:body], w[:body]) and not torch.equal(model[body:], w[body:])
+
+
+def test_clipping_counts_what_the_optimizer_holds() -> None:
+    data = blobs(clients=1)
+    learner = HeadAlone()
+    module = federated(learner, participation="all", clip_norm=0.05, engine="sequential")
+    plain = copy.deepcopy(learner)
+    trainer(1).fit(module, data)
+    by_lightning(plain, data.client_batches(0, 0, 3), gradient_clip_val=0.05)
+    assert_trained_as(module, plain, 1e-6)

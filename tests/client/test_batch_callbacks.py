@@ -5,7 +5,6 @@ The round's token they never see.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 from pytorch_lightning.callbacks import (
     LambdaCallback,
     LearningRateMonitor,
-    ThroughputMonitor,
     Timer,
     TQDMProgressBar,
 )
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from fl_lightning import FederatedCallback, FederatedModule, UserError
 from fl_lightning.callbacks import PerClientEvaluation, SharpnessAwareMinimization
 from fl_lightning.introspection.attribute_view import View
-from tests.helpers.learners import Lit, as_batches, blobs, federated, trainer
+from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
 class Scaling(nn.Module, pl.Callback):
@@ -194,42 +192,6 @@ def test_a_run_that_was_side_by_side_goes_on_one_after_the_other_with_such_a_cal
     assert module.run.plan.engine == "sequential"
 
 
-class Reads:
-    """Reads a batch in one of the usual ways."""
-
-    def __init__(self, read: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.read = read
-
-    def hook(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
-        self.read(rest[-2])
-
-
-class After(Reads, pl.Callback):
-    on_train_batch_end = Reads.hook
-
-
-class Method(Reads, FederatedCallback):
-    on_train_batch_start = Reads.hook
-
-
-@pytest.mark.parametrize("kind", [After, Method])
-@pytest.mark.parametrize(
-    "read", [lambda batch: batch[0], len, lambda batch: batch.x, list, lambda batch: batch["x"]]
-)
-def test_who_reads_the_rounds_batch_is_refused_with_the_place(kind: Any, read: Any) -> None:
-    told = r"\(test_batch_callbacks\.py, line \d+\) reads the batch .* on_train_batch_end"
-    with pytest.raises(UserError, match=told):
-        fitted(Lit, [kind(read)], rounds=1)
-
-
-def test_what_counts_the_trainers_samples_is_refused() -> None:
-    with pytest.raises(
-        UserError, match="ThroughputMonitor cannot work in a federated run: it counts samples"
-    ):
-        fitted(Lit, [ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]))])
-
-
 def test_what_a_callback_logs_of_the_clients_batches_is_the_clients() -> None:
     class Logging(pl.Callback):
         def on_train_batch_start(
@@ -242,25 +204,3 @@ def test_what_a_callback_logs_of_the_clients_batches_is_the_clients() -> None:
     sizes = run.datamodule.client_sizes()
     assert float(run.callback_metrics["samples"]) == pytest.approx(float(sizes.mean()))
     assert float(run.callback_metrics["batches"]) == pytest.approx(float((-(-sizes // 8)).mean()))
-
-
-def test_after_a_failed_fit_the_trainer_trains_something_else_with_its_callbacks() -> None:
-    class Looking(pl.Callback):
-        seen = 0
-
-        def on_train_batch_start(
-            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-        ) -> None:
-            self.seen += len(batch[0])
-
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            if isinstance(pl_module, FederatedModule):
-                raise OSError
-
-    looking = Looking()
-    run = trainer(2, [looking])
-    with pytest.raises(OSError):
-        run.fit(federated(), blobs())
-    looking.seen = 0
-    run.fit(Lit().double(), as_batches([batch for batch, _ in blobs().full_batches(0)]))
-    assert looking.seen == 24

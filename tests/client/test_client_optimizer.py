@@ -1,7 +1,8 @@
-"""Any optimizer of torch steps clients."""
+"""Optimizers that others wrote: what they keep beside their parameters' state is each client's."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,136 @@ from torch import Tensor, nn
 
 from fl_lightning import UserError
 from fl_lightning.engines.engine_context import EngineContext
-from tests.helpers.learners import Lit, blobs, federated, trainer
+from tests.helpers.learners import Lit, assert_trained_as, blobs, by_hand, federated, trainer
+
+
+class Signs(torch.optim.Optimizer):
+    """Like lion-pytorch, it keeps a setting as an attribute of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+        self.decoupled = 0.1
+        self.held = [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.held:
+            p.mul_(1 - self.decoupled * self.param_groups[0]["lr"])
+            p.sub_(self.param_groups[0]["lr"] * p.grad.sign())
+
+
+class Counting(torch.optim.Optimizer):
+    """Like timm's Lamb and Prodigy, it counts its steps in the group, where the step adds it."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["longest"] = max(group.get("longest", 0.0), 0.5 + group["k"] / 10)
+            total = group.setdefault("total", torch.zeros((), dtype=torch.float64))
+            total += 1
+            for p in group["params"]:
+                p.sub_(group["lr"] * group["longest"] / total * p.grad)
+
+
+class Remembering(torch.optim.Optimizer):
+    """It counts in an attribute."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+        self.k = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.k += 1
+        for p in self.param_groups[0]["params"]:
+            p.sub_(self.param_groups[0]["lr"] / self.k * p.grad)
+
+
+class OfLists(torch.optim.SGD):
+    """It keeps a list of each parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["history"] = [1.0]
+
+
+class Ahead(torch.optim.Optimizer):
+    """Slow weights around another optimizer, as Lookahead."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, inner.defaults)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("engine", ["sequential", "concurrent"])
+@pytest.mark.parametrize("kind", [Signs, Counting, Remembering])
+def test_each_client_gets_the_optimizer_as_it_was_built(
+    kind: Any, engine: str, scheduled: bool
+) -> None:
+    class Own(Lit):
+        def configure_optimizers(self) -> Any:
+            optimizer = kind(self.parameters())
+            if not scheduled:
+                return optimizer
+            # A scheduler puts a `step` of its own upon the optimizer.
+            return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)]
+
+    data = blobs(clients=2)
+    module = federated(Own(), participation="all", engine=engine)
+    start = copy.deepcopy(module.learner)
+    trainer(1, limit_val_batches=0).fit(module, data)
+    ends = []
+    for client in range(2):
+        end = by_hand(copy.deepcopy(start), data.client_batches(client, 0, 3), kind)
+        ends.append(nn.utils.parameters_to_vector(end.parameters()).detach())
+    torch.testing.assert_close(
+        module.global_vector.detach(), torch.stack(ends).mean(0), rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [
+        (lambda p: Ahead(torch.optim.SGD(p, 0.1)), r"Ahead holds another optimizer \(inner: SGD\)"),
+        (Counting, "Counting has of each parameter, but its steps change 'k' in a parameter group"),
+        (Remembering, "Remembering has of each parameter, but its steps change 'k'"),
+        (OfLists, "cannot keep OfLists's state 'history', a list"),
+    ],
+)
+def test_an_optimizer_that_clients_would_share_or_cannot_keep_is_refused(
+    optimizer: Any, told: str
+) -> None:
+    module = federated(client_optimizer=optimizer, keep_optimizer_state=True)
+    with pytest.raises(UserError, match=told):
+        trainer(1).fit(module, blobs())
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_hooks_of_an_optimizer_s_steps_are_refused(when: str) -> None:
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made = torch.optim.AdamW(parameters, lr=0.1)
+        getattr(made, f"register_step_{when}_hook")(lambda optimizer, args, kwargs: None)
+        return made
+
+    told = rf"AdamW has hooks of its steps \(register_step_{when}_hook\)"
+    with pytest.raises(UserError, match=told):
+        trainer(1).fit(federated(client_optimizer=optimizer), blobs())
+
+
+@pytest.mark.parametrize("whose", ["client_optimizer", "server_optimizer"])
+def test_an_optimizer_without_a_rate_is_refused(whose: str) -> None:
+    """As transformers' Adafactor, whose rate is None unless one is given."""
+    made = {whose: lambda p: Signs(p, lr=None)}  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=rf"{whose}: Signs has lr=None.*relative_step=False"):
+        trainer(1).fit(federated(**made), blobs())
 
 
 class Counted(torch.optim.Optimizer):
@@ -90,34 +220,19 @@ def test_any_torch_optimizer_steps_clients_as_it_steps_a_network(optimizer: Any)
     module = federated(
         participation="all", local_epochs=1, client_optimizer=lambda p: optimizer(list(p))
     )
-    learner = Lit().double()
-    learner.load_state_dict(module.learner.state_dict())
+    alone = copy.deepcopy(module.learner)
     trainer(1).fit(module, data)
-    own = optimizer(list(learner.parameters()))
-    for x, y in data.client_batches(0, 0, 3):
-        own.zero_grad()
-        nn.functional.cross_entropy(learner.net(x), y).backward()
-        own.step()
-    for name, value in learner.state_dict().items():
-        torch.testing.assert_close(
-            module.export().state_dict()[name], value, rtol=1e-12, atol=1e-12
-        )
+    assert_trained_as(module, by_hand(alone, data.client_batches(0, 0, 3), optimizer), 1e-12)
 
 
-@pytest.mark.parametrize("options", [{"weight_decay": float("nan")}, {"lr": 1e300}])
+@pytest.mark.parametrize(
+    ("options", "said"), [({"lr": 1e300}, "lr=1e"), ({"maximize": True}, "maximize.* negated loss")]
+)
 @pytest.mark.parametrize("whose", ["client_optimizer", "server_optimizer"])
-def test_numbers_that_no_step_can_be_taken_with_are_refused_by_name(
-    whose: str, options: dict[str, float]
+def test_optimizers_that_no_step_can_be_taken_with_are_refused_by_name(
+    whose: str, options: dict[str, Any], said: str
 ) -> None:
+    """One that goes up would push the server away from its clients."""
     made = {whose: lambda p: torch.optim.SGD(p, **{"lr": 0.1, **options})}
-    (name,) = options
-    with pytest.raises(UserError, match=f"{whose}: SGD has {name}="):
+    with pytest.raises(UserError, match=f"{whose}: SGD(:| has) {said}"):
         trainer(1).fit(federated(**made), blobs())
-
-
-@pytest.mark.parametrize("whose", ["client_optimizer", "server_optimizer"])
-def test_an_optimizer_that_goes_up_is_refused(whose: str) -> None:
-    """Methods would push it the other way, and the server away from its clients."""
-    up = {whose: lambda p: torch.optim.SGD(p, 0.1, maximize=True)}
-    with pytest.raises(UserError, match=f"{whose}: SGD has maximize=True.* negated loss"):
-        trainer(1).fit(federated(**up), blobs())

@@ -103,50 +103,12 @@ def test_the_gradient_of_a_perturbed_point_is_taken_there_after_a_look() -> None
     assert_same(looked, left(Convolving, sharp(0.5)))
 
 
-@pytest.mark.parametrize("learner", [Lit, Dropping, Normed])
-def test_the_same_batch_and_random_numbers_in_either_mode(learner: type[Lit]) -> None:
-    plain = Watching(training=True)
-    left(learner, plain, clip_norm=0.5)
-    for seen in plain.seen:
-        assert torch.equal(seen["now"], seen["logits"]), "dropout and batch statistics are alike"
-    evaluated = Watching()
-    left(learner, evaluated, clip_norm=0.5)
-    alike = [torch.equal(seen["now"], seen["logits"]) for seen in evaluated.seen]
-    assert not any(alike) if learner is not Lit else all(alike)
-
-
 class Halving(Lit):
     """Changes its batch in place."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         batch[0].mul_(0.5)
         return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("given", [{"engine": "sequential"}, {"engine": "concurrent"}])
-@pytest.mark.parametrize("method", [c.NotTrueDistillation, c.ModelContrast])
-def test_a_teacher_sees_the_batch_as_the_data_gave_it(method: Any, given: Any) -> None:
-    """A training_step that halves its batch in place, and one that halves a copy."""
-
-    class Copying(Lit):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return super().training_step([batch[0] * 0.5, batch[1]], batch_idx)
-
-    found = []
-    for learner in (Copying, Halving):
-        torch.manual_seed(3)
-        module = federated(learner(), local_epochs=2, **given)
-        trainer(3, [method()]).fit(module, blobs())
-        found.append(module.global_vector)
-    assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("learner", [Halving, Lit])
-def test_looks_at_a_changed_batch_leave_no_trace(learner: type[Lit]) -> None:
-    method = Watching()
-    assert_same(left(learner, method), left(learner))
-    for seen in method.seen:
-        assert torch.equal(seen["now"], seen["logits"])
 
 
 def test_a_teacher_has_the_buffers_that_the_client_got_this_round() -> None:
@@ -215,6 +177,13 @@ def test_a_loss_is_the_same_until_all_have_ended_that_ask_for_its_gradient(first
     assert found["rounds"] == 2 * 10
 
 
+@pytest.mark.parametrize("method", [Watching(), c.SharpnessAwareMinimization()])
+def test_a_step_that_changes_its_batch_is_refused_if_it_is_looked_at_again(method: Any) -> None:
+    with pytest.raises(UserError, match=r"changes its batch in place .*x = x\.clone\(\)"):
+        left(Halving, method)
+    left(Halving, clip_norm=0.5)
+
+
 class Halved(FederatedCallback):
     """Half the logits go on."""
 
@@ -246,12 +215,6 @@ def test_a_changed_output_goes_on_and_seen_is_what_the_module_gave() -> None:
     assert_same(left(Lit, Halved(here="net.2")), ours)
 
 
-def test_a_changed_output_is_not_evaluated() -> None:
-    still = {"client_optimizer": lambda p: torch.optim.SGD(p, 0.0)}
-    ours, plain = left(Lit, Halved(), **still), left(Lit, **still)
-    assert ours["val/loss"] == plain["val/loss"] and ours["train/loss"] != plain["train/loss"]
-
-
 @pytest.mark.parametrize(
     "methods, says",
     [
@@ -260,51 +223,24 @@ def test_a_changed_output_is_not_evaluated() -> None:
         ([Halved(into="last:in")], ["Halved", "local_output", "do not name the output"]),
         ([Halved(here="net.7")], ["Halved", "net.7", "no module of Idle", "net.0, net.1, net.2"]),
         ([Halved(here="nets")], ["taps['here'] = 'nets'", "Did you mean 'net'?"]),
-        ([Halved(here="")], ["learner's own forward", "net.0, net.1, net.2, net"]),
-        ([Halved(here="unused")], ["does not call this module", "net.0, net.1, net.2"]),
-        ([Halved(here=3)], ["Halved", "dict of names"]),  # type: ignore[arg-type]
+        ([Halved(here="unused")], ["Halved", "does not call the module", "in every step"]),
     ],
 )
-@pytest.mark.parametrize("engine", ["sequential", "concurrent", "auto", "debug"])
-def test_taps_that_cannot_be_seen_are_refused_before_round_0(
-    methods: Any, says: list[str], engine: str
+def test_taps_that_cannot_be_seen_are_refused_in_the_first_step(
+    methods: Any, says: list[str]
 ) -> None:
-    class Never(FederatedCallback):
-        def on_round_start(self, server: Any) -> None:
-            raise AssertionError("a round began")
-
     class Idle(Lit):
         def __init__(self) -> None:
             super().__init__()
             self.net, self.unused = self.net, nn.Identity()
 
     with pytest.raises(UserError) as refused:
-        left(Idle, *methods, Never(), engine=engine)
+        left(Idle, *methods)
     assert all(part in str(refused.value) for part in says), refused.value
     assert "\n" not in str(refused.value)
 
 
-def test_a_module_without_a_positional_input_and_one_called_now_and_then() -> None:
-    class Named(Lit):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            out = self.net[2](input=self.net[:2](batch[0]))
-            return nn.functional.cross_entropy(out, batch[1])
-
-    with pytest.raises(UserError, match="without a positional input"):
-        left(Named, Watching(asks=False))
-
-    class Sometimes(Lit):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            out = self.net[1](self.net[0](batch[0]))
-            if batch_idx == 0:
-                out = self.net[2](out)
-            return out.square().mean()
-
-    with pytest.raises(UserError, match="Call it in every step"):
-        left(Sometimes, Watching(asks=False))
-
-
-def test_what_is_changed_in_place_afterwards_is_refused_before_round_0() -> None:
+def test_what_is_changed_in_place_afterwards_is_refused() -> None:
     class Rectified(Lit):
         def __init__(self) -> None:
             super().__init__()
@@ -312,9 +248,6 @@ def test_what_is_changed_in_place_afterwards_is_refused_before_round_0() -> None
 
     class First(Watching):
         taps = {"logits": "last", "features": "net.0"}
-
-        def on_round_start(self, server: Any) -> None:
-            raise AssertionError("a round began")
 
     class Entering(First):
         taps = {"logits": "last", "features": "net.1:in"}
@@ -337,23 +270,11 @@ def test_what_is_changed_in_place_afterwards_is_refused_before_round_0() -> None
         left(Lit, Subtracts())
 
 
-class Scaled(nn.Module):
-    """A head of one's own, with a parameter that is no layer's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.T
-
-
 @pytest.mark.parametrize(
     "parts, last",
     [
         ([nn.Linear(8, 4)], "net.1"),
         ([nn.Linear(8, 4), nn.LayerNorm(4)], "net.1"),
-        ([nn.Linear(8, 8), Scaled(), nn.Softmax(1)], "net.2"),
         ([nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), nn.BatchNorm1d(4)], "net.1.1"),
         ([nn.MultiheadAttention(8, 2)], "net.1"),
     ],
@@ -364,22 +285,9 @@ def test_the_last_module_is_the_last_with_parameters_of_its_own(parts: Any, last
     assert last_of(learner) == last
 
 
-@pytest.mark.fast
-def test_stacked_refuses_by_name_and_auto_never_chooses_it() -> None:
-    for method in (Watching(), c.NotTrueDistillation(), c.ModelContrast(), c.LogitCalibration()):
-        with pytest.raises(UserError, match=type(method).__name__) as refused:
-            left(Lit, method, engine="stacked")
-        assert "engine='stacked'" in str(refused.value)
-    module = federated(engine="auto")
-    trainer(1, [Watching()]).fit(module, blobs())
-    assert module.engine_facts["engine"] != "stacked"
-
-
 @pytest.mark.parametrize("method", [c.NotTrueDistillation, c.LogitCalibration])
 @pytest.mark.parametrize("kind", ["soft", "numbers", "alone"])
-def test_labels_that_are_no_class_indices_are_refused_before_round_0(
-    method: Any, kind: str
-) -> None:
+def test_labels_that_are_no_class_indices_are_refused(method: Any, kind: str) -> None:
     class Any_(Lit):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             x = batch[0] if isinstance(batch, (tuple, list)) else batch
@@ -391,27 +299,8 @@ def test_labels_that_are_no_class_indices_are_refused_before_round_0(
     if y is not None:
         data = InMemoryDataModule((x, y), clients=[range(20), range(20, 40)], batch_size=8)
     module = federated(Any_(), engine="sequential", participation=2)
-    with pytest.raises(UserError, match=f"{method.__name__} takes batches .* class indices"):
+    with pytest.raises(UserError, match=f"{method.__name__} .*class (indices|labels)"):
         trainer(1, [method()]).fit(module, data)
-
-
-@pytest.mark.parametrize("method", [c.NotTrueDistillation, c.LogitCalibration])
-def test_a_last_module_that_gives_no_logits_is_refused_before_round_0(method: Any) -> None:
-    """The classifier is registered first, so that the body, of one feature, is the last one."""
-
-    class Headless(Lit):
-        def __init__(self) -> None:
-            super().__init__()
-            net = self.net
-            del self.net
-            self.head = nn.Linear(1, net[-1].out_features)
-            self.body = nn.Linear(net[0].in_features, 1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return nn.functional.cross_entropy(self.head(self.body(batch[0])), batch[1])
-
-    with pytest.raises(UserError, match=r"'body' gives .*, 1\), and logits are .*registers last"):
-        left(Headless, method())
 
 
 def test_label_counts_are_of_what_a_client_trains_on() -> None:
@@ -441,18 +330,6 @@ def test_label_counts_are_of_what_a_client_trains_on() -> None:
         sorted([[0, 3, 0, 1], [1, 3, 0, 0]]),
         sorted([[1, 0, 3, 0], [0, 0, 3, 1]]),
     )
-    held = counted(client_test_fraction=0.5)
-    for client, row in held.items():
-        assert row == torch.bincount(y[data.client_indices(client)], minlength=4).tolist()
-        assert 0 < sum(row) < 4
-    with pytest.raises(UserError, match=r"Counting .* class labels"):
-        numbers = InMemoryDataModule((x, torch.rand(8)), clients=[[0, 1], [2, 3]])
-        trainer(1, [Counting()]).fit(federated(RegressLit(), participation=2), numbers)
-
-
-class RegressLit(Lit):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net(batch[0]).square().mean()
 
 
 def cost(*methods: FederatedCallback, **given: Any) -> tuple[float, float]:
@@ -461,7 +338,6 @@ def cost(*methods: FederatedCallback, **given: Any) -> tuple[float, float]:
     return float(metrics["cost/gradients"]), float(metrics["cost/forwards"])
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
     "given", [{"engine": "sequential"}, {"engine": "concurrent", "capture": True, "workers": 2}]
 )
@@ -490,43 +366,16 @@ def test_what_looks_cost_is_counted(given: dict[str, Any]) -> None:
     assert cost(Measures(), **given) == (steps, 0)
 
 
-METHODS: dict[str, Any] = {
-    "MOON": lambda: [c.ModelContrast(2.0)],
-    "FedNTD": lambda: [c.NotTrueDistillation(temperature=2.0)],
-    "FedLC": lambda: [c.LogitCalibration(), c.SharpnessAwareMinimization()],
-    "FedLC, printed": lambda: [c.LogitCalibration(0.5, exclude_true=True)],
-    "all": lambda: [
-        c.ModelContrast(),
-        c.NotTrueDistillation(),
-        c.LogitCalibration(),
-        c.ControlVariates(),
-        c.RelaxedInitialization(),
-        c.SharpnessAwareMinimization(),
-    ],
-}
+@pytest.mark.parametrize("learner", [Normed, Convolving])
+def test_a_captured_step_has_the_same_bits(learner: type[Lit]) -> None:
+    def methods() -> list[Any]:
+        return [c.ModelContrast(2.0), c.NotTrueDistillation(), c.SharpnessAwareMinimization()]
 
-
-@pytest.mark.fast
-@pytest.mark.parametrize(
-    "learner, buffers", [(Normed, "average"), (Normed, "own"), (Convolving, "average")]
-)
-@pytest.mark.parametrize("name", METHODS)
-def test_a_captured_step_has_the_same_bits(name: str, learner: type[Lit], buffers: str) -> None:
-    given = {"buffers": buffers}
-    plain = ran(learner, METHODS[name], given, capture=False)
-    captured = ran(learner, METHODS[name], given, capture=True)
+    given = {"buffers": "own"}
+    plain = ran(learner, methods, given, capture=False)
+    captured = ran(learner, methods, given, capture=True)
     assert replayed(captured[2]) > 0, captured[0].engine_facts["capture"]
     assert_same(captured[1], plain[1])
-
-
-@pytest.mark.parametrize("learner", [Called])
-def test_engines_agree_to_the_bit_with_state_of_each_client(learner: type[Lit]) -> None:
-    found = [
-        ran(learner, lambda: [Kept()], {"engine": engine}, **more)[1]
-        for engine, more in (("sequential", {}), ("debug", {}), ("concurrent", {"capture": False}))
-    ]
-    assert_same(found[0], found[1])
-    assert_same(found[0], found[2])
 
 
 def test_outside_of_steps_and_without_taps_it_is_an_error() -> None:
@@ -549,16 +398,6 @@ def test_outside_of_steps_and_without_taps_it_is_an_error() -> None:
         left(Lit, Bare())
 
 
-@pytest.mark.parametrize("returned", [None, "loss", torch.zeros(3)])
-def test_a_loss_is_one_number(returned: Any) -> None:
-    class Wrong(FederatedCallback):
-        def local_loss(self, clients: Any, loss: Tensor, seen: Any, batch: Any) -> Any:
-            return returned
-
-    with pytest.raises(TypeError, match=r"local_loss returned .* scalar"):
-        left(Lit, Wrong())
-
-
 def test_in_the_hooks_of_a_step_it_is_the_steps_batch_also_after_a_full_gradient() -> None:
     class After(Watching):
         def on_local_gradient(self, clients: Any, gradient: Tensor) -> None:
@@ -567,16 +406,3 @@ def test_in_the_hooks_of_a_step_it_is_the_steps_batch_also_after_a_full_gradient
             assert torch.equal(clients.seen_at(clients.w)["logits"], before)
 
     left(Lit, After(asks=False), clip_norm=0.5)
-
-
-def test_a_debugged_error_has_what_the_hook_was_given() -> None:
-    class Fails(FederatedCallback):
-        taps = {"logits": "last"}
-
-        def local_loss(self, clients: Any, loss: Tensor, seen: Any, batch: Any) -> Tensor:
-            return loss + seen["features"].sum()
-
-    with pytest.raises(KeyError) as failed:
-        left(Lit, Fails(), engine="debug")
-    at = failed.value.at  # type: ignore[attr-defined]
-    assert at.hook == "Fails.local_loss" and at.step == 0 and "logits" in at.arguments["seen"]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,10 +22,10 @@ from fl_lightning.callbacks import (
 )
 from fl_lightning.client.gradient_accumulation import batches_in
 from fl_lightning.errors import UserError
-from tests.helpers.agreement import Run, same_bits, trained
+from tests.helpers.agreement import Run, trained
 from tests.helpers.agreement import near as near_in_all
 from tests.helpers.federation import Network
-from tests.helpers.learners import Dropping, Lit, blobs, federated, trainer
+from tests.helpers.learners import Lit, blobs, federated, trainer
 
 ADAMW = {"client_optimizer": lambda p: torch.optim.AdamW(p, 0.05, weight_decay=0.1)}
 
@@ -172,58 +169,6 @@ def test_the_learners_hooks_see_batches_and_steps() -> None:
     ]
 
 
-@pytest.mark.parametrize("learner", [Lit, Dropping])
-def test_engines_leave_the_same_bits(learner: type[Lit]) -> None:
-    vectors = {}
-    for engine in ("sequential", "concurrent", "debug"):
-        module = federated(learner(), accumulate=3, engine=engine, workers=2, clip_norm=0.5)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.set_num_threads(1)
-            trainer(2).fit(module, blobs(batch_size=3))
-        vectors[engine] = module.global_vector.clone()
-    assert torch.equal(vectors["sequential"], vectors["concurrent"])
-    assert torch.equal(vectors["sequential"], vectors["debug"])
-
-
-def test_stacked_gives_way_by_name() -> None:
-    module = federated(accumulate=2, engine="stacked")
-    with pytest.warns(UserWarning, match="accumulate=2"):
-        trainer(1).fit(module, blobs())
-    assert module.engine_facts["engine"].startswith("concurrent")
-
-
-def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
-    case: Any = ([ControlVariates()], {"accumulate": 2})
-    whole = trained(case, "sequential", learner=Plain, data=of_batches(2), rounds=4)
-    first = trained(
-        ([ControlVariates()], {"accumulate": 2}), "sequential", learner=Plain, data=of_batches(2)
-    )
-    first.trainer.save_checkpoint(tmp_path / "x.ckpt")
-    again = trained(
-        ([ControlVariates()], {"accumulate": 2}),
-        "sequential",
-        learner=Plain,
-        data=of_batches(2),
-        rounds=4,
-        start=tmp_path / "x.ckpt",
-    )
-    same_bits(again, whole, last=1)
-    with pytest.raises(UserError, match="accumulate"):
-        trained(
-            ([ControlVariates()], {"accumulate": 3}),
-            "sequential",
-            learner=Plain,
-            data=of_batches(2),
-            rounds=4,
-            start=tmp_path / "x.ckpt",
-        )
-
-
-def test_one_batch_a_step_changes_nothing() -> None:
-    same_bits(trained(([], {"accumulate": 1}), "sequential"), trained(([], {}), "sequential"))
-
-
 @pytest.mark.parametrize("count", [-1, float("nan"), "many", [1, 2]])
 def test_a_count_that_is_no_number_is_refused(count: Any) -> None:
     class Wrong(Lit):
@@ -232,15 +177,3 @@ def test_a_count_that_is_no_number_is_refused(count: Any) -> None:
 
     with pytest.raises(UserError, match=r"count=.*a number from 0|count="):
         trainer(1).fit(federated(Wrong(), accumulate=2), blobs())
-
-
-def test_batch_normalisation_is_told() -> None:
-    class Normalised(Lit):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net.insert(1, nn.BatchNorm1d(8))
-
-    module = federated(Normalised(), accumulate=2)
-    with pytest.warns(UserWarning, match="BatchNorm1d"):
-        trainer(1).fit(module, blobs())
-    assert np.isfinite(module.global_vector.detach().numpy()).all()

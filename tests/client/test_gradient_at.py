@@ -15,7 +15,6 @@ from torch import Tensor
 from fl_lightning.callback import ClientState, FederatedCallback
 from fl_lightning.callbacks import SharpnessAwareMinimization
 from fl_lightning.testing import check_method, tiny_run
-from tests.helpers.agreement import CLIPPED, near, same_bits, trained
 from tests.helpers.federation import network
 from tests.helpers.learners import Dropping, InPlace, Lit, Normed, blobs, federated, trainer
 from tests.helpers.replays import assert_same, ran, replayed
@@ -55,26 +54,6 @@ def test_the_contracts_know_it() -> None:
     report = check_method(Second)
     assert report.ok, f"{report}"
     assert check_method(Again)["neutral setting is FedAvg"].verdict == "holds"
-
-
-class Halving(Lit):
-    """Changes its batch in place."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        batch[0].mul_(0.5)
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
-def test_each_gradient_of_a_step_is_of_the_batch_as_the_data_gave_it(engine: str) -> None:
-    found = []
-    for methods in ([], [SharpnessAwareMinimization(radius=0.0)], [Again()]):
-        torch.manual_seed(3)
-        module = federated(Halving(), engine=engine, local_epochs=2)
-        trainer(2, methods).fit(module, blobs())
-        found.append(module.global_vector)
-    (fedavg, *others) = found
-    assert all(torch.equal(fedavg, other) for other in others)
 
 
 @pytest.mark.parametrize("learner", [Lit, Dropping, InPlace, Normed])
@@ -120,18 +99,6 @@ def test_what_a_step_has_drawn_and_left_in_buffers_stays_wherever_another_gradie
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
-@pytest.mark.fast
-def test_engines_agree() -> None:
-    reference = trained(([Second()], {}), "sequential", local_epochs=2.5, **CLIPPED)
-    same_bits(
-        trained(([Second()], {}), "concurrent", workers=2, local_epochs=2.5, **CLIPPED), reference
-    )
-    stacked = trained(([Second()], {}), "stacked", clients_at_once=2, local_epochs=2.5, **CLIPPED)
-    assert stacked.module.engine_facts["engine"] == "stacked"
-    near(stacked, reference)
-
-
-@pytest.mark.fast
 @pytest.mark.parametrize("learner", [Lit, Normed])
 def test_a_step_that_asks_for_it_is_captured_with_the_same_bits(learner: type[Lit]) -> None:
     plain = ran(learner, lambda: [Second()], {}, capture=False)
@@ -158,22 +125,6 @@ def test_it_agrees_with_a_gradient_by_hand() -> None:
     )
 
 
-def test_steps_of_epochs_and_the_number_of_the_step() -> None:
-    seen: list[Any] = []
-
-    class Asking(FederatedCallback):
-        def on_local_start(self, clients: Any) -> None:
-            seen.append(["of", *(int(clients.steps_of(e)) for e in (0.5, 1, 2.5, 1.1))])
-
-        def on_local_step_end(self, clients: Any) -> None:
-            seen.append(int(clients.step))
-
-    # of 1, 5, 9, 4, 12, 7 samples by batches of 4
-    tiny_run(Asking(), rounds=1, participation="all", local_steps=2)
-    assert seen[:6] == [["of", 1, 1, 3, 2], 0, 1, ["of", 2, 3, 8, 4], 0, 1]  # clients 0 and 4
-
-
-@pytest.mark.fast
 def test_what_it_costs_is_counted() -> None:
     class Whole(FederatedCallback):
         def on_local_end(self, clients: Any) -> None:

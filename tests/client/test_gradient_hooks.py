@@ -13,8 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import UserError
-from fl_lightning.callbacks import SharpnessAwareMinimization
-from tests.helpers.learners import Lit, as_batches, blobs, federated, trainer
+from tests.helpers.learners import (
+    Lit,
+    assert_trained_as,
+    blobs,
+    by_lightning,
+    federated,
+    trainer,
+)
 
 
 class Halving(Lit):
@@ -38,18 +44,7 @@ def halve(parameter: nn.Parameter) -> None:
     parameter.grad.mul_(0.5)
 
 
-class Both(Accumulating):
-    def on_after_backward(self) -> None:
-        self.net[2].weight.grad.mul_(0.25)
-
-
-HOOKED: list[type[Lit]] = [Halving, Accumulating, Both]
-
-
-def plainly(learner: Lit, data: Any, steps: int) -> dict[str, Tensor]:
-    run = trainer(1, limit_val_batches=0)
-    run.fit(learner, as_batches(list(data.client_batches(0, 0, steps))))
-    return learner.state_dict()
+HOOKED: list[type[Lit]] = [Halving, Accumulating]
 
 
 @pytest.mark.parametrize("learner", HOOKED)
@@ -60,41 +55,10 @@ def test_they_do_what_they_do_alone(learner: type[Lit], engine: str) -> None:
     alone.load_state_dict(module.learner.state_dict())
     trainer(1).fit(module, data)
     assert module.engine_facts["engine"] == "sequential"
-    for name, value in plainly(alone, data, 3).items():
-        torch.testing.assert_close(
-            module.export().state_dict()[name], value, rtol=1e-12, atol=1e-12
-        )
+    assert_trained_as(module, by_lightning(alone, data.client_batches(0, 0, 3)), 1e-12)
     assert all(p.grad is None for p in module.learner.parameters())
 
 
-def test_both_passes_of_sam_meet_them() -> None:
-    seen: list[Tensor] = []
-
-    class Seeing(Lit):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net[0].weight.register_post_accumulate_grad_hook(
-                lambda p: seen.append(p.detach().clone())
-            )
-
-    module = federated(
-        Seeing(), engine="sequential", participation="all", local_epochs=None, local_steps=2
-    )
-    seen.clear()
-    trainer(1, [SharpnessAwareMinimization(0.5)]).fit(module, blobs(clients=1))
-    assert len(seen) == 4 and not torch.equal(seen[0], seen[1]), (
-        "twice a step, the second time at x + e"
-    )
-
-
-def test_auto_says_why_it_trains_one_after_the_other() -> None:
-    module = federated(Halving(512), engine="auto", participation="all", local_epochs=20)
-    trainer(1).fit(module, blobs(clients=8))
-    assert module.engine_facts["engine"] == "sequential"
-    assert "net.0.weight has a hook on its gradient" in module.engine_facts["why"]
-
-
-@pytest.mark.fast
 @pytest.mark.parametrize("learner", HOOKED)
 def test_engines_with_copies_are_refused_by_name(learner: type[Lit]) -> None:
     with pytest.raises(
@@ -134,19 +98,6 @@ def test_one_that_a_step_registers_keeps_clients_off_copies() -> None:
         UserError, match=r"engine='concurrent' cannot train InStep: its net.0.weight has a hook"
     ):
         trainer(1).fit(federated(InStep(), engine="concurrent"), blobs())
-
-
-def test_a_run_that_copies_began_goes_on_one_after_the_other(tmp_path: Any) -> None:
-    run = trainer(1, default_root_dir=tmp_path)
-    run.fit(federated(Lit(), engine="concurrent", workers=2), blobs())
-    run.save_checkpoint(tmp_path / "run.ckpt")
-    learner = Lit()
-    learner.net[0].weight.register_hook(lambda g: 0.5 * g)
-    module = federated(learner)
-    with pytest.warns(
-        UserWarning, match="engine='sequential' continues a run that 'concurrent' began"
-    ):
-        trainer(2).fit(module, blobs(), ckpt_path=tmp_path / "run.ckpt")
 
 
 @pytest.mark.parametrize("engine", ["concurrent", "stacked"])
@@ -205,25 +156,9 @@ def test_gradients_are_there_after_the_step_as_in_plain_training(
     trainer(1, limit_val_batches=0).fit(module, data)
     own: Any = alone
     own.configure_optimizers = lambda: rate["client_optimizer"](alone.parameters())
-    plainly(alone, data, 3)
+    by_lightning(alone, data.client_batches(0, 0, 3))
     assert module.learner.norms[-3:] == pytest.approx(alone.norms)
     assert all(p.grad is None for p in module.learner.parameters())
-
-
-def test_they_are_there_beside_capture_too() -> None:
-    ends = []
-    for capture in (True, False):
-        torch.manual_seed(0)
-        module = federated(Logging(), engine="concurrent", workers=1, capture=capture)
-        run = trainer(2)
-        run.fit(module, blobs())
-        ends.append(float(run.callback_metrics["train/largest"]))
-    assert ends[0] == pytest.approx(ends[1], rel=1e-12) and ends[0] > 0
-
-
-class Logging(Lit):
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.log("train/largest", self.net[0].weight.grad.abs().max())
 
 
 class Held(Lit):
@@ -264,7 +199,4 @@ def test_a_hook_decides_which_parameters_the_optimizer_steps(
     module = federated(learner(), engine="sequential", participation="all", clip_norm=clip)
     alone.load_state_dict(module.learner.state_dict())
     trainer(1).fit(module, data)
-    for name, value in plainly(alone, data, 3).items():
-        torch.testing.assert_close(
-            module.export().state_dict()[name], value, rtol=1e-9, atol=1e-9, msg=name
-        )
+    assert_trained_as(module, by_lightning(alone, data.client_batches(0, 0, 3)), 1e-9)

@@ -72,26 +72,6 @@ class Updated(Measured):
             metric.reset()
 
 
-class Collected(Measured):
-    """By a collection, whose metrics share their states."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        kinds = {
-            k.__name__: k(average="macro", **FOUR)
-            for k in (torchmetrics.Precision, torchmetrics.Recall)
-        }
-        self.own = torchmetrics.MetricCollection(kinds)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.own.update(self.net(batch[0]).detach(), batch[1])
-        return super().training_step(batch, batch_idx)
-
-    def on_train_epoch_end(self) -> None:
-        self.log_dict(self.own.compute())
-        self.own.reset()
-
-
 def made(learner: type[Lit]) -> Lit:
     torch.manual_seed(3)
     return learner().double()
@@ -115,12 +95,12 @@ def of_a_round(
 
 
 @pytest.mark.parametrize("arguments", ENGINES)
-@pytest.mark.parametrize("learner", [Called, Updated, Collected])
+@pytest.mark.parametrize("learner", [Called, Updated])
 def test_metrics_have_the_numbers_of_plain_lightning(
     learner: type[Lit], arguments: dict[str, Any]
 ) -> None:
     expected, found = of_plain_lightning(learner), of_a_round(learner, **arguments)
-    assert len(expected) == (2 if learner is Collected else 5)
+    assert len(expected) == 5
     for name, value in expected.items():
         torch.testing.assert_close(
             found[name].double(), value.double(), rtol=1e-5, atol=1e-6, msg=name
@@ -133,32 +113,6 @@ def test_metrics_have_the_numbers_of_plain_lightning(
 def test_gradients_that_are_no_steps_are_not_counted(method: Any) -> None:
     expected, found = of_a_round(Updated), of_a_round(Updated, [method()])
     assert all(found[name] == expected[name] for name in ("label", "accuracy", "auroc"))
-
-
-class Shared(Lit):
-    """One metric for all its steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.accuracy = torchmetrics.Accuracy(**FOUR)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.accuracy(self.net(batch[0]).detach(), batch[1])
-        self.log("train/acc", self.accuracy)
-        return super().training_step(batch, batch_idx)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.accuracy(self.net(batch[0]), batch[1])
-        self.log("test/acc", self.accuracy)
-
-
-def test_what_steps_logged_is_in_no_later_test() -> None:
-    module, data = federated(Shared()), blobs()
-    run = trainer(1, limit_val_batches=0)
-    run.fit(module, data)
-    (after_fit,) = run.test(module, data, verbose=False)
-    (again,) = run.test(module, data, verbose=False)
-    assert after_fit == again
 
 
 def on_ranks(folder: Path, learner: type[Lit], rank: int, world: int) -> None:
@@ -197,34 +151,13 @@ class Best(Lit):
         self.log("val/best_of_history", self.history.best_metric())
 
 
-class BestAndLabel(Best):
-    """Also logs a metric of its steps, which comes after the others among its modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.label = torchmetrics.MeanMetric()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.label(batch[1].double())
-        self.log("label", self.label, on_step=False, on_epoch=True)
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("learner", [Best, BestAndLabel])
 @pytest.mark.parametrize("arguments", [*ENGINES, {"engine": "stacked"}])
 @pytest.mark.filterwarnings("ignore:engine='stacked'")
-def test_a_metric_that_no_step_updates_goes_on_over_rounds(
-    learner: type[Lit], arguments: dict[str, Any]
-) -> None:
+def test_a_metric_that_no_step_updates_goes_on_over_rounds(arguments: dict[str, Any]) -> None:
     run = trainer(3)
-    run.fit(federated(learner(), participation="all", **arguments), blobs())
+    run.fit(federated(Best(), participation="all", **arguments), blobs())
     logged = {name: float(value) for name, value in run.callback_metrics.items()}
     assert logged["val/best"] == logged["val/best_of_history"] == 1.0
-    if learner is BestAndLabel:
-        data = blobs()
-        data.setup("fit")
-        labels = [batch[1] for i in range(10) for batch, _ in data.full_batches(i)]
-        assert logged["label"] == pytest.approx(float(torch.cat(labels).double().mean()))
 
 
 @pytest.mark.parametrize("engine", ["sequential", "concurrent"])

@@ -3,7 +3,6 @@ gradient."""
 
 from __future__ import annotations
 
-import copy
 import random
 from typing import Any
 
@@ -13,13 +12,11 @@ import torch
 from torch import Tensor
 
 from fl_lightning.callback import (
-    ClientState,
     FederatedCallback,
-    ServerState,
     Upload,
     UserError,
 )
-from fl_lightning.callbacks import CommunicationLogger, SharpnessAwareMinimization
+from fl_lightning.callbacks import SharpnessAwareMinimization
 from tests.helpers.learners import InPlace, Lit, blobs, federated, momentum, trainer
 
 ENGINES = ["sequential", "concurrent"]
@@ -272,30 +269,6 @@ def test_the_rates_of_steps_multiply_gradient_and_decay_and_are_added_up(
     assert float(logged["elapsed"]) == pytest.approx(eta * sum(rates) / 2, rel=1e-6)
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, "stacked"])
-@pytest.mark.parametrize("optimizer", [None, momentum])
-def test_a_factor_of_one_changes_no_bit(engine: str, optimizer: Any) -> None:
-    settings = {"engine": engine, "local_epochs": 2, "client_optimizer": optimizer}
-    torch.manual_seed(0)
-    start = Lit()
-    ours, _ = run(copy.deepcopy(start), [Fading(1.0)], rounds=2, **settings)
-    plain, _ = run(start, [], rounds=2, **settings)
-    assert ours.global_vector.equal(plain.global_vector)
-
-
-@pytest.mark.parametrize("engine", [*ENGINES, "stacked"])
-def test_a_factor_takes_that_share_of_a_step(engine: str) -> None:
-    """From 4 at a rate of ½: to 2, and then half a step, to 1½."""
-    module, _ = run(
-        Bowl(),
-        [Fading(0.0)],
-        engine=engine,
-        local_steps=2,
-        client_optimizer=lambda p: torch.optim.SGD(p, 0.5),
-    )
-    assert module.global_vector.tolist() == [1.5, 1.5]
-
-
 @pytest.mark.parametrize(
     ("methods", "arguments", "words"),
     [
@@ -317,34 +290,3 @@ def test_optimizers_with_a_rule_of_their_own_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=words):
         run(Lit(), methods, **arguments)
-
-
-class Sized(FederatedCallback):
-    """States of as many numbers as the model has tensors."""
-
-    at_server = ServerState(shape=("B",), sent=True, synchronised=False)
-    kept = ClientState(shape=("B",), synchronised=False)
-    sent = Upload(shape=("B",))
-    names: list[str]
-
-    def on_layout(self, layout: Any) -> None:
-        self.names = list(layout)
-        self.B = len(layout)
-
-    def on_local_end(self, clients: Any) -> None:
-        rows = [clients.x[:, clients.layout[name][0]].mean(1) for name in self.names]
-        self.kept[clients] = torch.stack(rows, dim=1)
-        self.sent[clients] = self.kept[clients]
-
-    def on_server_update(self, server: Any) -> None:
-        self.at_server += self.sent.mean()
-
-
-@pytest.mark.parametrize("engine", [*ENGINES, "stacked"])
-def test_the_shape_of_states_may_depend_on_the_model(engine: str) -> None:
-    module, logged = run(Lit(), [Sized(), CommunicationLogger()], rounds=2, engine=engine)
-    size = len(module.layout)
-    assert module.server_states["Sized.at_server"].shape == (size,)
-    assert module.client_rows.read("Sized.kept", 0).shape == (size,)
-    each = module.global_vector.numel() + size
-    assert float(logged["communication/up_parameters"]) == 2 * 2 * each

@@ -119,77 +119,54 @@ def test_numbers_are_the_mean_over_clients_of_plain_lightnings(
         assert float(run.callback_metrics[name]) == pytest.approx(mean, rel=1e-6), name
 
 
-@pytest.mark.filterwarnings("ignore:SharpnessAware")
-def test_a_second_pass_is_not_counted_by_what_a_metric_keeps_aside() -> None:
-    class Still(Moving):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.0)
+class Odd(Lit):
+    """Logs its loss in a way of its own."""
 
-    found = []
-    for methods in ([], [SharpnessAwareMinimization(0.5)]):
-        torch.manual_seed(3)
-        run = trainer(1, methods)
-        run.fit(federated(Still(), engine="sequential"), blobs())
-        found.append([float(run.callback_metrics[name]) for name in ("running", "own", "label")])
-    assert found[0] == pytest.approx(found[1], rel=1e-9)
-
-
-class OwnReduction(Lit):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log("odd", loss, reduce_fx=torch.median)
-        return loss
-
-
-class Neither(Lit):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log_dict({"odd": loss}, on_step=False)
-        return loss
-
-
-class TwoWays(Lit):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log("odd", loss, reduce_fx="sum" if batch_idx else "max")
-        return loss
-
-
-class Beside(Lit):
-    def __init__(self) -> None:
+    def __init__(self, logs: Any) -> None:
         super().__init__()
         self.odd = Counts()
+        self.logs = logs
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.odd(loss.detach())
-        self.log("odd", self.odd)
+        self.logs(self, loss, batch_idx)
         return loss
+
+
+ODD = r"Odd: self.log\('odd', "
 
 
 @pytest.mark.parametrize("engine", ["auto", "sequential", "stacked"])
 @pytest.mark.parametrize(
-    ("learner", "said", "before"),
+    ("logs", "said", "before"),
     [
         (
-            OwnReduction,
-            r"OwnReduction: self.log\('odd', reduce_fx=.*median.*'mean', 'sum', 'max' or 'min'",
+            lambda own, loss, k: own.log("odd", loss, reduce_fx=torch.median),
+            rf"{ODD}reduce_fx=.*median.*'mean', 'sum', 'max' or 'min'",
             True,
         ),
-        (Neither, r"Neither: self.log\('odd', on_step=False\) .* Add on_epoch=True", True),
-        (Beside, r"Beside: its metric Counts counts in the attribute seen", True),
         (
-            TwoWays,
-            r"TwoWays: self.log\('odd', reduce_fx='sum'\), but another call gave reduce_fx='max'",
+            lambda own, loss, k: own.log_dict({"odd": loss}, on_step=False),
+            rf"{ODD}on_step=False\) .* Add on_epoch=True",
+            True,
+        ),
+        (
+            lambda own, loss, k: (own.odd(loss.detach()), own.log("odd", own.odd)),
+            "Odd: its metric Counts counts in the attribute seen",
+            True,
+        ),
+        (
+            lambda own, loss, k: own.log("odd", loss, reduce_fx="sum" if k else "max"),
+            rf"{ODD}reduce_fx='sum'\), but another call gave reduce_fx='max'",
             False,
         ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:engine='stacked'")
 def test_what_cannot_be_reduced_is_refused_by_name(
-    learner: Any, said: str, before: bool, engine: str
+    logs: Any, said: str, before: bool, engine: str
 ) -> None:
-    module = federated(learner(), engine=engine)
+    module = federated(Odd(logs), engine=engine)
     with pytest.raises(UserError, match=said):
         trainer(1).fit(module, blobs())
     assert not before or (module.run.state.rounds == 0 and module.run.loop is None), (
@@ -200,18 +177,10 @@ def test_what_cannot_be_reduced_is_refused_by_name(
 def test_an_argument_that_lightning_does_not_know_is_an_error() -> None:
     class Misspelt(Lit):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            self.log("odd", loss, on_epochs=True)
-            return loss
+            self.log("a", 1.0, False, True, None, None, "mean", False, False, rank_zero_only=True)
+            self.log("odd", 1.0, on_epochs=True)
+            return super().training_step(batch, batch_idx)
 
-    class Known(Lit):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            self.log("a", loss, sync_dist=True, batch_size=8, rank_zero_only=True)
-            self.log("b", loss, False, True, None, None, "mean", False, False)
-            return loss
-
-    trainer(1).fit(federated(Known()), blobs())
     with pytest.raises(TypeError, match="'on_epochs'"):
         trainer(1).fit(federated(Misspelt()), blobs())
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fl_lightning import UserError
-from fl_lightning.callbacks import ControlVariates, SharpnessAwareMinimization
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
 SIZES = [24, 22, 20, 18, 16] * 2  # of the clients of blobs(), in batches of 8
@@ -111,40 +110,6 @@ def test_all_that_is_asked_of_batches_and_samples_is_the_clients(engine: str) ->
     assert run.num_training_batches == 1 and "train_dataloader" not in vars(module.learner)
 
 
-def test_the_last_step_of_a_round_is_a_last_batch_and_full_gradients_are_the_clients() -> None:
-    class Last(Lit):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.log("last", float(self.trainer.is_last_batch))
-            return super().training_step(batch, batch_idx)
-
-    _, run = fitted(Last, "sequential", local_steps=1)
-    assert float(run.callback_metrics["last"]) == 1
-    for method in (lambda: ControlVariates(estimate="gradient"), SharpnessAwareMinimization):
-        told, _ = fitted(Told, "sequential", [method()])
-        asking, _ = fitted(Asking, "concurrent", [method()])
-        torch.testing.assert_close(asking.global_vector, told.global_vector, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.fast
-def test_what_steps_look_at_is_not_recorded() -> None:
-    class Seldom(Lit):
-        """Takes another loss in the last batch of an epoch."""
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            return 2 * loss if self.trainer.is_last_batch else loss
-
-    class Counting(Lit):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return super().training_step(batch, batch_idx) * (1 + self.trainer.fit_loop.batch_idx)
-
-    for learner in (Seldom, Counting):
-        with pytest.warns(UserWarning, match="batch_idx"):
-            side, _ = fitted(learner, "concurrent", capture=True)
-        alone, _ = fitted(learner, "sequential")
-        assert torch.equal(side.global_vector, alone.global_vector)
-
-
 class Measuring(pl.Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         w, data, evaluator = (
@@ -155,7 +120,8 @@ class Measuring(pl.Callback):
         ids = {i: data.client_indices(i) for i in range(10)}
         told = Lit().double()
         told.load_state_dict(pl_module.export().state_dict())
-        for i, loss in enumerate(evaluator.each(w, ids)["loss"].tolist()):
+        for i, indices in ids.items():
+            loss = evaluator.client(w, i, indices)["loss"]
             batch = (torch.cat([b[k] for b, _ in data.full_batches(i)]) for k in (0, 1))
             expected = told.training_step(tuple(batch), 0) + term(told, -(-SIZES[i] // 8))
             assert loss == pytest.approx(float(expected.detach()))

@@ -14,6 +14,7 @@ import torch
 from fl_lightning import ClientState, Exponential, FederatedCallback, ServerState, Steps, Upload
 from fl_lightning import callbacks as c
 from fl_lightning.callback import CLASS_LABELS, Clients, Server
+from fl_lightning.callbacks.loggers import divergence_logger
 from fl_lightning.lab.contracts import small_runs
 from fl_lightning.lab.contracts.check_report import Check, CheckReport
 from fl_lightning.lab.contracts.federation import fit, outcome, quiet, require_same
@@ -50,6 +51,9 @@ OTHERS: dict[str, Callable[..., FederatedCallback]] = {
     "FedCM, scheduled": lambda **given: c.ClientMomentum(**{"alpha": Exponential(0.5), **given}),
     "DifferentialPrivacy": lambda **given: c.DifferentialPrivacy(
         # With little noise each ε takes seconds, and what the contracts compare is not its size.
+        **{"clip": 0.5, "noise_multiplier": 4.0, **given}
+    ),
+    "RecordPrivacy": lambda **given: c.RecordPrivacy(
         **{"clip": 0.5, "noise_multiplier": 4.0, **given}
     ),
     "RandomK": lambda **given: c.RandomK(**{"fraction": 0.4, **given}),
@@ -136,6 +140,18 @@ def test_divergence_of_all_clients_is_logged_unless_it_is_turned_off() -> None:
     assert ["log divergence/all" in left for left in logged] == [True, True, False]
 
 
+@pytest.mark.parametrize("limit", ["MOST_CLIENTS", "MOST_PARAMETERS"])
+def test_models_of_many_clients_or_large_ones_are_kept_only_where_asked(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(divergence_logger, limit, 5)  # there are six clients, and 31 parameters
+    with quiet():
+        runs = [fit([c.DivergenceLogger(given)], rounds=1) for given in (None, True)]
+    assert ["log divergence/all" in outcome(run) for run in runs] == [False, True]
+    assert [bool(run.client_rows.names()) for run in runs] == [False, True]
+    assert all("log divergence/participants" in outcome(run) for run in runs)
+
+
 def verdict(cls: type[FederatedCallback], invariant: str) -> Check:
     with quiet():
         return _checked(invariant, INVARIANTS[invariant], small_runs.Method(cls))
@@ -174,10 +190,9 @@ def test_an_error_in_every_run_is_the_whole_report() -> None:
 def test_an_error_of_groups_is_explained_without_a_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    report = check_method(RowNorms)
-    for name in ("client hooks set nothing on self", "local steps can be captured"):
-        assert report[name].reason.startswith("in a group of 3 clients: RuntimeError")
-        assert "clients.norm(v)" in report[name].hint
+    found = check_method(RowNorms)["engines agree"]
+    assert found.reason.startswith("engine='stacked': RuntimeError: The size of tensor")
+    assert "wrong_methods.py, line" in found.reason and "clients.norm(v)" in found.hint
     assert not caplog.records
 
 

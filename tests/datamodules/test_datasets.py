@@ -1,17 +1,15 @@
-"""The named data sets: real ones where they are at hand, small false ones, missing and damaged
-files."""
+"""The named data sets: real ones if they are at hand, false ones, damaged ones, generated ones."""
 
 from __future__ import annotations
 
-import pickle
 import shutil
 import zipfile
 
 import numpy as np
 import pytest
 import torch
-from pytorch_lightning.cli import LightningArgumentParser
 
+from fl_lightning import UserError
 from fl_lightning.datamodules import (
     CIFAR10,
     CIFAR100,
@@ -21,11 +19,12 @@ from fl_lightning.datamodules import (
     Digits,
     Dirichlet,
     FashionMNIST,
-    FederatedDataModule,
+    GeneratedDomains,
     HumanActivity,
 )
 from fl_lightning.datamodules.sources import human_activity
-from fl_lightning.errors import UserError
+from fl_lightning.evaluation.client_tables import by_domain, over_domains, rows_of_domains
+from fl_lightning.sampling import generator
 
 
 @pytest.mark.parametrize(
@@ -63,14 +62,6 @@ def test_real_images_are_the_right_way_up(real_data):
         assert (guess == test.y).float().mean() > least
 
 
-def test_real_cifar10_keeps_channels_rows_and_columns(real_data):
-    data = CIFAR10(real_data)
-    data.setup()
-    raw = pickle.loads((real_data / data.folder / "test_batch").read_bytes(), encoding="latin1")
-    # red, green, blue rows
-    assert np.array_equal(data.test_set.x[:50].flatten(1).numpy(), raw["data"][:50])
-
-
 def test_digits_are_split_by_class_whatever_the_seed():
     one, other = Digits(seed=0), Digits(seed=1)
     one.setup(), other.setup()
@@ -88,33 +79,25 @@ def test_missing_data_say_what_is_expected(tmp_path, kind):
     message = str(caught.value)
     assert all(
         word in message
-        for word in ("data.root is", "nowhere", "expected as", "--data.download true")
+        for word in ("data.root is", "nowhere", "is expected", "--data.download true")
     )
     assert len(message) <= 600 and "\n" not in message and not (tmp_path / "nowhere").exists()
 
 
-@pytest.mark.parametrize("kind", [MNIST, CIFAR10, CIFAR100, SVHN])
+FILES = {
+    MNIST: ["train-images-idx3-ubyte", "train-labels-idx1-ubyte"],
+    CIFAR10: ["data_batch_1", "batches.meta"],
+    SVHN: ["train_32x32.mat"],
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
 def test_damaged_data_name_the_file(tmp_path, kind):
-    data = kind(tmp_path)
-    (tmp_path / data.folder).mkdir(parents=True, exist_ok=True)
-    for name in data.files:
-        (tmp_path / data.folder / name).write_bytes(b"\x00\x00\x08\x01nonsense")
-    with pytest.raises(UserError, match=f"{data.files[0]}.*damaged"):
-        data.setup()
-
-
-def test_truncated_real_file_is_named(real_data, tmp_path):
-    for kind, name in (
-        (MNIST, "train-labels-idx1-ubyte"),
-        (MNIST, "t10k-images-idx3-ubyte"),
-        (CIFAR10, "data_batch_3"),
-    ):
-        folder = tmp_path / kind.folder
-        shutil.copytree(real_data / kind.folder, folder)
-        (folder / name).write_bytes((folder / name).read_bytes()[:-100])
-        with pytest.raises(UserError, match=f"{name}.*damaged"):
-            kind(tmp_path).setup()
-        shutil.rmtree(folder)
+    (tmp_path / kind.folder).mkdir(parents=True, exist_ok=True)
+    for name in FILES[kind]:
+        (tmp_path / kind.folder / name).write_bytes(b"\x00\x00\x08\x01nonsense")
+    with pytest.raises(UserError, match="files are missing or damaged"):
+        kind(tmp_path).setup()
 
 
 def false_har(root, layout, rng):
@@ -134,18 +117,9 @@ def false_har(root, layout, rng):
         if layout == "compact":
             np.save(folder / "Inertial Signals" / f"signals_{part}.npy", signals[part])
         else:
-            names = [
-                "body_acc_x",
-                "body_acc_y",
-                "body_acc_z",
-                "body_gyro_x",
-                "body_gyro_y",
-                "body_gyro_z",
-            ]
-            for c, name in enumerate([*names, "total_acc_x", "total_acc_y", "total_acc_z"]):
-                np.savetxt(
-                    folder / "Inertial Signals" / f"{name}_{part}.txt", signals[part][:, c], "%.9e"
-                )
+            for c, name in enumerate(human_activity.CHANNELS):
+                path = folder / "Inertial Signals" / f"{name}_{part}.txt"
+                np.savetxt(path, signals[part][:, c], "%.9e")
     return signals
 
 
@@ -169,31 +143,17 @@ def test_human_activity_reads_both_layouts(tmp_path, layout):
     assert inside.train_set.x.shape == (4, 561) and inside.num_clients == 2
 
 
-def test_human_activity_holds_out_of_every_group(tmp_path):
-    false_har(tmp_path, "compact", np.random.default_rng(0))
-    data = HumanActivity(tmp_path, val_fraction=0.25, seed=1)
-    data.setup()
-    used = [data.client_indices(i).tolist() for i in range(data.num_clients)]
-    subjects = [1, 3, 3, 5]
-    assert sum(map(len, used)) == 3 and all(len({subjects[k] for k in c}) == 1 for c in used)
-
-
 def test_human_activity_refusals(tmp_path):
     false_har(tmp_path, "text", np.random.default_rng(0))
     folder = tmp_path / "UCI HAR Dataset" / "train"
     with pytest.raises(UserError, match=r"num_clients is 100.*ByGroup has 3"):
         HumanActivity(tmp_path, num_clients=100).setup()
-    with pytest.raises(UserError, match="augment"):
-        HumanActivity(tmp_path, augment=True)
     (folder / "Inertial Signals" / "body_gyro_y_train.txt").write_text("1 2\n3 4\n")
-    with pytest.raises(UserError, match=r"body_gyro_y_train.txt.*damaged"):
+    with pytest.raises(UserError, match=r"a file is missing or damaged .*shape"):
         HumanActivity(tmp_path).setup()
     (folder / "X_train.txt").unlink()
-    with pytest.raises(UserError, match=r"X_train.txt"):
+    with pytest.raises(UserError, match=r"X_train.txt not found"):
         HumanActivity(tmp_path, features="features").setup()
-    (folder / "subject_train.txt").write_text("one\n")
-    with pytest.raises(UserError, match=r"subject_train.txt.*damaged"):
-        HumanActivity(tmp_path).setup()
 
 
 def test_human_activity_downloads_a_zip_in_a_zip(tmp_path, monkeypatch):
@@ -217,31 +177,43 @@ def test_failed_download_is_one_paragraph(tmp_path, monkeypatch):
         CIFAR10(tmp_path, download=True).client_sizes()
 
 
-@pytest.mark.parametrize("kind", ["Digits", "MNIST", "CIFAR10", "HumanActivity"])
-def test_command_line_builds_and_prints_them(kind):
-    parser = LightningArgumentParser()
-    parser.add_subclass_arguments(FederatedDataModule, "data")
-    partition = "fl_lightning.datamodules.Dirichlet"
-    bias = {"class_path": "fl_lightning.datamodules.ClientBias", "init_args": {"std": 0.2}}
-    init = {
-        "partition": {"class_path": partition, "init_args": {"alpha": 0.3}},
-        "num_clients": 7,
-        "biases": [bias],
-    }
-    config = parser.parse_object(
-        {"data": {"class_path": f"fl_lightning.datamodules.{kind}", "init_args": init}}
-    )
-    assert parser.parse_string(parser.dump(config)) == config
-    # its name before jsonargparse 4.49
-    build = getattr(parser, "instantiate", parser.instantiate_classes)
-    data = build(config).data
-    assert type(data).__name__ == kind and data.num_clients == 7
-    assert (
-        repr(data.partition) == "Dirichlet(alpha=0.3)"
-        and repr(data.biases) == "(ClientBias(std=0.2),)"
-    )
-    plain = parser.parse_args(
-        ["--data", f"fl_lightning.datamodules.{kind}", "--data.partition", "IID"]
-    )
-    assert parser.parse_string(parser.dump(plain)) == plain
-    assert build(plain).data.biases == ()
+def test_samples_follow_the_rule_whatever_the_seed() -> None:
+    data = GeneratedDomains(3, 4, 20, 10, size=2, noise=0.3, shift=0.7, data_seed=5, seed=1)
+    assert data.num_clients == 3 and list(data.client_names) == ["domain 0", "domain 1", "domain 2"]
+    assert list(data.client_domains) == list(data.client_names) and data.num_classes == 4
+    p = generator(5, "prototypes").standard_normal((4, 3, 2, 2))
+    a = np.exp(0.7 * generator(5, "gain", 2).standard_normal(3))
+    b = 0.7 * generator(5, "offset", 2).standard_normal(3)
+    for side, indices in ((0, data.client_indices(2)), (1, data.client_test_indices(2) - 60)):
+        n = (20, 10)[side]
+        r = generator(5, "domain samples", 2, side)
+        y = r.integers(0, 4, n)
+        z = r.standard_normal((n, 3, 2, 2))
+        samples = data.test_set if side else data.train_set
+        assert samples is not None and samples.labels is not None
+        assert samples.labels[indices].tolist() == y.tolist()
+        for i, place in enumerate(indices):
+            for c in range(3):
+                x = a[c] * (p[y[i], c] + 0.3 * z[i, c]) + b[c]
+                found = samples.x[int(place), c]  # type: ignore[attr-defined]
+                assert torch.equal(found, torch.from_numpy(x.astype(np.float32)))
+    other = GeneratedDomains(3, 4, 20, 10, size=2, noise=0.3, shift=0.7, data_seed=5, seed=9)
+    assert other.partition_hash == data.partition_hash
+
+
+def test_tables_of_domains() -> None:
+    domains = ["a", "b", "a", "c"]
+    samples = {0: 1, 1: 4, 2: 3, 3: 0}
+    table = {"acc": {0: 1.0, 1: 0.25, 2: 0.0}, "loss": {0: 2.0, 1: float("nan"), 2: 4.0}}
+    assert by_domain(table["acc"], samples, domains) == {"a": 0.25, "b": 0.25}
+    assert over_domains({"a": 1.0, "b": 3.0}, greater=False) == {"_mean": 2.0, "_worst": 3.0}
+    greater = {"acc": True, "loss": False}
+    lines = rows_of_domains(table, samples, domains, greater)
+    assert lines == [
+        ["domain", "clients", "samples", "acc", "loss"],
+        ["a", "2", "4", "0.25", "3.5"],
+        ["b", "1", "4", "0.25", ""],
+        ["c", "1", "0", "", ""],
+        ["mean", "4", "8", "0.25", "3.5"],
+        ["worst", "4", "8", "0.25", "3.5"],
+    ]

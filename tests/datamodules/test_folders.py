@@ -1,4 +1,4 @@
-"""Pictures in folders by domain; lists; Digits-5; what is damaged is refused by file."""
+"""Pictures in folders by domain; lists; Digits-5; modes; what is damaged is refused by file."""
 
 from __future__ import annotations
 
@@ -53,17 +53,14 @@ def test_a_domain_is_a_client_and_pictures_are_read_back(domains: Path) -> None:
     expected = (pixels - 0.5) / torch.tensor([0.5, 0.25, 0.5]).view(3, 1, 1)
     assert torch.equal(own[8][0], expected)
     assert data.card()["label map"] == "0 = cat, 1 = dog"
+    axes = data.plot_partition().axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["cat", "dog"]
     again = FromFolders(domains, in_memory=False)
     kept = FromFolders(domains, in_memory=True)
     for one, other in zip(samples(again, 0), samples(kept, 0), strict=True):
         assert torch.equal(one[0], other[0])
     small = FromFolders(domains, image_size=[3, 4], mode="L")
     assert samples(small, 0)[0][0].shape == (1, 3, 4)
-
-
-def test_the_picture_of_the_partition_names_the_classes(domains: Path) -> None:
-    axes = FromFolders(domains).plot_partition().axes[0]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["cat", "dog"]
 
 
 def test_classes_and_domains_may_be_named(domains: Path) -> None:
@@ -116,39 +113,14 @@ def test_lists_name_files_and_labels(domains: Path) -> None:
     assert [len(data.client_test_indices(i)) for i in range(2)] == [1, 1]
     assert list(data.class_names) == ["cat", "dog"]
     (domains / "splits" / "art_train.txt").write_text("art/cat/1.png 0\nart/cat/9.png 0\n")
-    with pytest.raises(UserError, match=r"art_train\.txt' names 'art/cat/9\.png' in line 2"):
+    with pytest.raises(UserError, match=r"art_train\.txt' has 'art/cat/9\.png 0' in line 2"):
         FromFolders(domains).setup()
-    (domains / "splits" / "art_train.txt").write_text("art/cat/1.png cat\n")
-    with pytest.raises(UserError, match=r"art_train\.txt' has .* in line 1"):
-        FromFolders(domains).setup()
-
-
-def test_lists_that_number_classes_otherwise_are_refused(domains: Path) -> None:
-    def lists(domain: str, cat: int, dog: int, test: str = "") -> None:
-        rows = [f"{domain}/cat/{i}.png {cat}\n{domain}/dog/{i}.png {dog}" for i in (1, 2)]
-        (domains / f"{domain}_train.txt").write_text("\n".join(rows))
-        (domains / f"{domain}_test.txt").write_text(test)
-
-    lists("art", 0, 1)
-    lists("webcam", 1, 0)
-    says = r"'webcam' give the folder 'cat' the label 1, and those of 'art' the label 0"
-    with pytest.raises(UserError, match=says):
-        FromFolders(domains, layout="lists").setup()
-    lists("webcam", 0, 1, "webcam/dog/4.png 0")
-    with pytest.raises(UserError, match="'webcam' give the folder 'dog' the label 0"):
-        FromFolders(domains, layout="lists").setup()
-    lists("webcam", 0, 1, "webcam/dog/4.png 1")
-    assert FromFolders(domains, layout="lists").num_clients == 2
-    # Folders that are not classes: one label in two of them.
-    lists("webcam", 1, 1)
-    assert FromFolders(domains, layout="lists", missing="allow").num_clients == 2
-
-
-def test_pictures_that_are_trained_and_tested_on_are_told(domains: Path) -> None:
-    (domains / "art_train.txt").write_text("art/cat/1.png 0\nart/dog/1.png 1\n")
-    (domains / "art_test.txt").write_text("art/cat/1.png 0\nart/dog/2.png 1\n")
-    with pytest.warns(UserWarning, match="1 pictures of the domain 'art' are in its training list"):
-        FromFolders(domains, layout="lists").setup()
+    for label in ("cat", "1700000000000"):
+        (domains / "splits" / "art_train.txt").write_text(f"art/cat/1.png {label}\n")
+        with pytest.raises(UserError, match=r"art_train\.txt' has .* in line 1"):
+            FromFolders(domains).setup()
+    with pytest.raises(UserError, match=r"layout is 'lists', and .* no lists .*layout=folders"):
+        FromFolders(domains / "art", layout="lists").setup()
 
 
 def test_what_is_damaged_is_refused_by_file(domains: Path) -> None:
@@ -160,7 +132,7 @@ def test_what_is_damaged_is_refused_by_file(domains: Path) -> None:
     broken = domains / "art" / "cat" / "2.png"
     broken.write_bytes(broken.read_bytes()[:40])
     with pytest.raises(UserError, match=r"cat/2\.png' cannot be read"):
-        FromFolders(domains, missing="allow", check=True).setup()
+        FromFolders(domains, missing="allow", in_memory=True).setup()
     picture(broken, 3, (9, 9))
     with pytest.raises(UserError, match=r"cat/2\.png' has the shape .*cat/0\.png' has"):
         FromFolders(domains, missing="allow").setup()
@@ -209,7 +181,7 @@ def test_digits_5(tmp_path: Path) -> None:
     expected = np.floor(cells[0, 0][1, 0] * 255 + 0.5).astype(np.float32)
     assert torch.equal((x[0] * 255).round(), torch.from_numpy(expected))
     (tmp_path / "usps_28x28.mat").unlink()
-    with pytest.raises(UserError, match=r"usps_28x28\.mat' of Digits-5 is not there"):
+    with pytest.raises(UserError, match=r"usps_28x28\.mat' of Digits-5 cannot be read"):
         FromFolders(tmp_path).setup()
 
 
@@ -224,67 +196,66 @@ def test_another_seed_deals_a_domain_anew(domains: Path, monkeypatch: pytest.Mon
     assert hashes[1] == FromFolders(domains, clients_per_domain=2, seed=1).partition_hash
 
 
-@pytest.mark.parametrize("classes", [None, ["3", "0"], ["0", "3", "5"]])
-def test_digits_5_of_some_classes(classes: list[str] | None, tmp_path: Path) -> None:
-    """Files in which digits are lacking: in one domain, or in all."""
-    pixels = np.arange(2 * 28 * 28).reshape(2, 1, 28, 28) % 7 / 7
-    colour = np.arange(2 * 32 * 32 * 3).reshape(32, 32, 3, 2).astype(np.uint8)
-    for side in ("train", "test"):
-        both = {"X": colour, "y": np.array([[3], [10]])}
-        savemat(tmp_path / f"svhn_{side}_32x32.mat", both)
-    cells = np.empty((2, 2), object)
-    cells[0] = cells[1] = [pixels, np.array([3, 5])]
-    savemat(tmp_path / "usps_28x28.mat", {"dataset": cells})
-    given: dict[str, Any] = {"layout": "digits5", "domains": ["usps", "svhn"], "image_size": 8}
-    with pytest.raises(UserError, match=r"domain 'usps' has no pictures of 0.*data\.classes"):
-        FromFolders(tmp_path, classes=classes, **given).setup()
-    only = FromFolders(tmp_path, classes=["3"], **given)
-    assert only.num_classes == 1 and only.client_sizes().tolist() == [1, 1]
-    data = FromFolders(tmp_path, classes=classes, missing="allow", **given)
-    data.setup()
-    names = classes or list(map(str, range(10)))
-    found: Any = [[data.class_names[y] for _, y in data.client_dataset(i)] for i in (0, 1)]
-    assert list(data.class_names) == names == list(data.class_names)
-    assert found == [[name for name in own if name in names] for own in (["3", "5"], ["3", "0"])]
-    assert list(data.client_names) == ["usps", "svhn"]
+HALF = np.repeat(np.array([[0, 255]], np.uint8), 4, axis=0)
 
 
-def lists(path: Path, text: bytes) -> Path:
+def pets(path: Path, picture: Image.Image) -> Path:
     for name in ("cat", "dog"):
         (path / "art" / name).mkdir(parents=True)
-        Image.new("RGB", (2, 2)).save(path / "art" / name / "0.png")
-    (path / "art_train.txt").write_bytes(text)
+        picture.save(path / "art" / name / "0.png")
     return path
 
 
+def first_of(data: Any) -> torch.Tensor:
+    data.setup()
+    (x, _) = data.client_dataset(0)[0]
+    return x  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV"])
+def test_each_mode_gives_its_channels(mode: str, tmp_path: Path) -> None:
+    pets(tmp_path, Image.fromarray(HALF).convert("RGB"))
+    x = first_of(FromFolders(tmp_path, mode=mode))  # type: ignore[arg-type]
+    assert x.shape == FromFolders.shape_of_samples(path=str(tmp_path), mode=mode)
+    expected = np.asarray(Image.fromarray(HALF).convert("RGB").convert(mode), np.float64)
+    expected = expected / (1 if mode == "1" else 255)
+    np.testing.assert_allclose(x.double().numpy().T, np.atleast_3d(expected).transpose(1, 0, 2))
+
+
+@pytest.mark.parametrize("stored", ["1", "L"])
+def test_pictures_of_two_values_are_zeros_and_ones(stored: str, tmp_path: Path) -> None:
+    pets(tmp_path, Image.fromarray(HALF).convert(stored))
+    x = first_of(FromFolders(tmp_path, mode="1"))
+    assert x.tolist() == [[[0, 1]] * 4]
+
+
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("given", "words"),
     [
-        (b"art/cat/0.png 0\nart/dog/0.png 1700000000000\n", r"label 1700000000000 in line 2"),
-        (b"art/cat/0.png 0\nart/dog/0.png " + b"9" * 5000, r"label 9{40} in line 2"),
-        (b"art/cat/0.png 0\nart/d\xf6g/0.png 1\n", "not in UTF-8.* at byte 21"),
+        ({"image_size": 2.5}, "image_size=2.5"),
+        ({"std": [0.0]}, "std=.*above 0"),
+        ({"limit": [1]}, "limit="),
+        ({"mode": "rgb"}, "mode='rgb' is not accepted.*'RGB'"),
+        ({"mode": "L", "mean": [0.5, 0.5, 0.5]}, "mean is .*a picture has 1 channels"),
+        ({"std": [0.5, 0.5]}, "std is .*a picture has 3 channels"),
+        ({"classes": ["cat", "cat"]}, "classes names 'cat' twice"),
+        ({"domains": ["art", "art"]}, "domains names 'art' twice"),
     ],
 )
-def test_a_list_that_is_odd_is_refused_by_its_place(
-    text: bytes, words: str, tmp_path: Path
+def test_options_that_do_not_fit_the_pictures_are_refused(
+    given: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    """A name for each class up to such a label would take the machine's memory."""
-    with pytest.raises(UserError, match=rf"art_train\.txt' .*{words}"):
-        FromFolders(lists(tmp_path, text)).setup()
+    pets(tmp_path, Image.fromarray(HALF))
+    with pytest.raises(UserError, match=words):
+        first_of(FromFolders(tmp_path, **given))
 
 
-def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
-    data = FromFolders(lists(tmp_path, b"\xef\xbb\xbfart/cat/0.png 0\nart/dog/0.png 1\n"))
-    assert data.num_classes == 2
-
-
-def test_lists_that_are_not_there_are_named(tmp_path: Path) -> None:
-    (tmp_path / "art" / "cat").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"layout is 'lists', and .* no lists .*layout=folders"):
-        FromFolders(tmp_path, layout="lists", leave_out=["art"]).setup()
-
-
-@pytest.mark.parametrize("limit", [[1], [1, 2, 3]])
-def test_a_limit_has_two_numbers(limit: list[int]) -> None:
-    with pytest.raises(UserError, match=r"data\.limit is \[1.*give two numbers"):
-        FromFolders("anywhere", limit=limit)
+@pytest.mark.parametrize(("mode", "name"), [("I;16", "deep"), ("RGB", "link")])
+def test_pictures_of_16_bits_and_links_to_nothing_are_refused(
+    mode: str, name: str, tmp_path: Path
+) -> None:
+    pets(tmp_path, Image.new(mode, (4, 4), 5))
+    (tmp_path / "art" / "dog" / "link.png").symlink_to(tmp_path / "gone.png")
+    words = {"deep": "A picture of the mode 'I.*8 bits per", "link": "link.png' cannot be read"}
+    with pytest.raises(UserError, match=words[name]):
+        first_of(FromFolders(tmp_path, mode="L", in_memory=True))

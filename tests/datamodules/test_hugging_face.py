@@ -1,7 +1,8 @@
-"""Data sets of Hugging Face's library, from memory and from disk."""
+"""Data sets of Hugging Face's library, from memory and from disk, and rows that do not fit."""
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from PIL import Image
 
 from fl_lightning import UserError
-from fl_lightning.datamodules import ByValue, DirichletByClass, FromHuggingFace
+from fl_lightning.datamodules import IID, ByValue, DirichletByClass, FromHuggingFace
 
 datasets = pytest.importorskip(
     "datasets", reason="datasets, of the extra huggingface, is not installed"
@@ -114,48 +115,18 @@ def test_shape_and_classes_are_known_before_a_run(tmp_path: Path) -> None:
     assert FromHuggingFace.classes_of_samples(**given) == 2
     with pytest.raises(UserError, match="nowhere"):
         FromHuggingFace.shape_of_samples(**{**given, "y": "nowhere"})
-    # the run's own check of its arguments names it
-    assert FromHuggingFace.shape_of_samples(**{**given, "data": str(tmp_path / "nothing")}) is None
     table().to_parquet(tmp_path / "rows.parquet")
     rows = {"data": str(tmp_path / "rows.parquet"), "x": ["a", "b"], "y": "kind"}
     assert FromHuggingFace.shape_of_samples(**rows) == (2,)
     assert FromHuggingFace.classes_of_samples(**rows) == len(set(table()["kind"]))
 
 
-def test_rows_that_were_selected_keep_their_labels() -> None:
-    data = FromHuggingFace(table().select([5, 0]), "a", "kind", client="writer")
-    assert data.num_clients == 2 and list(data.client_names) == ["a", "w10"]
-    assert [read(data, i)[0][0].item() for i in (0, 1)] == [5, 0]
-
-
-def test_rows_without_a_label_are_refused() -> None:
-    features = datasets.Features(
-        {"a": datasets.Value("float32"), "y": datasets.ClassLabel(names=["no", "yes"])}
-    )
-    made = datasets.Dataset.from_dict({"a": [1.0, 2.0], "y": [1, -1]}, features=features)
-    with pytest.raises(UserError, match="has the label -1 in row 1, which the library datasets"):
-        FromHuggingFace(made, "a", "y", num_clients=1).setup()
-
-
-@pytest.mark.parametrize(
-    "name", ["test.parquet", "test_0.parquet", "test00.parquet", "test-0.arrow"]
-)
+@pytest.mark.parametrize("name", ["TEST.parquet", "test_0.PARQUET", "test00.pq", "test-0.parquet"])
 def test_files_named_by_their_split_are_no_training_rows(name: str, tmp_path: Path) -> None:
     for file, rows in (("train.parquet", [0, 1, 2]), (name, [3])):
-        part = table().select(rows)
-        if file.endswith("arrow"):
-            part.save_to_disk(tmp_path / "saved")
-            next((tmp_path / "saved").glob("*.arrow")).rename(tmp_path / file)
-            continue
-        part.to_parquet(tmp_path / file)
+        table().select(rows).to_parquet(tmp_path / file)
     data = FromHuggingFace(tmp_path, "a", "kind", test="test", num_clients=1)
     assert data.client_sizes().tolist() == [3] and len(data.test_set or ()) == 1
-
-
-def test_a_folder_without_files_of_rows_is_named(tmp_path: Path) -> None:
-    table().save_to_disk(tmp_path / "one")
-    with pytest.raises(UserError, match="has no Parquet or Arrow files; its folders are one"):
-        FromHuggingFace(tmp_path, "a", "kind", num_clients=1).setup()
 
 
 @pytest.mark.parametrize("form", ["rows", "splits", "folder", "file"])
@@ -171,27 +142,15 @@ def test_other_data_are_the_test_rows(form: str, tmp_path: Path) -> None:
     }[form]
     data = FromHuggingFace(table(), "a", "kind", test=test, num_clients=1)
     assert data.client_sizes().tolist() == [6] and len(data.test_set or ()) == 1
-    batch = next(iter((data.test_set or []).batches(np.array([0]), 1)))  # type: ignore[union-attr]
+    (batch,) = data.test_dataloader()
     assert float(batch[0][0]) == other[0]["a"]
 
 
-def test_columns_that_a_file_lacks_have_no_value(tmp_path: Path) -> None:
-    table().to_parquet(tmp_path / "a.parquet")
-    table().remove_columns("b").to_parquet(tmp_path / "b.parquet")
-    assert len(read(FromHuggingFace(tmp_path, "a", "kind", num_clients=1), 0)) == 12
-    with pytest.raises(
-        UserError, match="Row 6 of the split 'train' has no value in the column 'b'"
-    ):
-        FromHuggingFace(tmp_path, "b", "kind", num_clients=1).setup()
-
-
 def test_damaged_rows_are_refused_by_row(tmp_path: Path) -> None:
-    rows = {"a": [1.0, None], "kind": ["x", None], "who": ["p", "q"]}
+    rows = {"a": [1.0, 2.0], "kind": ["x", None]}
     made = datasets.Dataset.from_dict(rows)
     with pytest.raises(UserError, match="Column 'kind' of the split 'train' has no value in row 1"):
         FromHuggingFace(made, "a", "kind", num_clients=1).setup()
-    with pytest.raises(UserError, match="Row 1 of the split 'train' has no value"):
-        FromHuggingFace(made, "a", "who", num_clients=1).setup()
     test = datasets.Dataset.from_dict({"a": [1.0], "kind": ["z"]})
     both = {"train": table(), "test": test}
     with pytest.raises(UserError, match="of the split 'test' has 'z' in row 0"):
@@ -219,27 +178,6 @@ def test_classes_are_counted_as_the_run_counts_them(
     assert FromHuggingFace.shape_of_samples(**given) == (2,)
 
 
-@pytest.mark.parametrize("arguments", [{"length": "long"}, {"mode": "XYZ"}, {"classes": 3}])
-def test_wrong_arguments_are_left_to_the_run(arguments: dict[str, Any], tmp_path: Path) -> None:
-    """The command line asks for shape and classes before it has checked the arguments."""
-    datasets.Dataset.from_dict({"x": ["a", "b"], "y": ["p", "q"]}).to_parquet(
-        tmp_path / "a.parquet"
-    )
-    given = {"data": str(tmp_path / "a.parquet"), "x": "x", "y": "y", **arguments}
-    assert FromHuggingFace.shape_of_samples(**given) is None
-    assert FromHuggingFace.classes_of_samples(**given) in (None, 2)
-
-
-@pytest.mark.parametrize("arguments", [{"x": 5}, {"train": ["a"]}])
-def test_what_the_files_lack_is_said_first(arguments: dict[str, Any], tmp_path: Path) -> None:
-    datasets.Dataset.from_dict({"x": ["a", "b"], "y": ["p", "q"]}).to_parquet(
-        tmp_path / "a.parquet"
-    )
-    given = {"data": str(tmp_path / "a.parquet"), "x": "x", "y": "y", **arguments}
-    with pytest.raises(UserError, match=r"no column 5|data\.train is of type list"):
-        FromHuggingFace.shape_of_samples(**given)
-
-
 def test_palette_pictures_become_colours(tmp_path: Path) -> None:
     red = Image.new("RGB", (4, 4), (255, 0, 0)).quantize(2)
     bits = Image.new("1", (4, 4), 1)
@@ -253,3 +191,198 @@ def test_palette_pictures_become_colours(tmp_path: Path) -> None:
         made = datasets.Dataset.from_dict(rows, features=features)
         (x, _) = read(FromHuggingFace(made, "image", "label", num_clients=1), 0)[0]
         assert x.shape == (len(expected), 4, 4) and x[:, 1, 2].tolist() == expected
+
+
+def samples(data: FromHuggingFace) -> list[tuple[Any, Any]]:
+    data.setup()
+    found: Any = data.client_dataset(0)
+    return [found[i] for i in range(len(found))]
+
+
+def numbers(count: int = 40) -> Any:
+    labels = [i % 4 for i in range(count)]
+    return datasets.Dataset.from_dict({"x": [[i, 0.5] for i in range(count)], "y": labels})
+
+
+def written(path: Path, columns: dict[str, Any]) -> Path:
+    """Return a Parquet file of these columns."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    pa.parquet.write_table(pa.table(columns), path)
+    return path
+
+
+def test_a_transform_that_changes_labels_is_refused() -> None:
+    def coarse(batch: Any) -> Any:
+        return {**batch, "y": [y % 2 for y in batch["y"]]}
+
+    with pytest.raises(UserError, match=r"changes the column 'y': row 2 has 2.*makes 0.*by map"):
+        FromHuggingFace(numbers().with_transform(coarse), "x", "y", num_clients=1).setup()
+    stored = numbers().map(coarse, batched=True)
+    assert FromHuggingFace(stored, "x", "y", num_clients=1).num_classes == 2
+
+
+def test_a_transform_gets_the_whole_row() -> None:
+    def by_label(batch: Any) -> Any:
+        pairs = zip(batch["x"], batch["y"], strict=True)
+        return {"x": [torch.tensor(x) * (y + 1) for x, y in pairs], "y": batch["y"]}
+
+    data = FromHuggingFace(numbers().with_transform(by_label), "x", "y", num_clients=1)
+    for x, y in samples(data):
+        assert x[1] == 0.5 * (y + 1)
+
+
+@pytest.mark.parametrize("form", ["torch", "numpy", "columns"])
+def test_the_format_of_a_data_set_changes_nothing(form: str) -> None:
+    rows = numbers()
+    expected = samples(FromHuggingFace(rows, "x", "y", num_clients=1))
+    other = rows.with_format(columns=["y"]) if form == "columns" else rows.with_format(form)
+    for (x, y), (z, label) in zip(
+        samples(FromHuggingFace(other, "x", "y", num_clients=1)), expected, strict=True
+    ):
+        assert torch.equal(x, z) and x.dtype == z.dtype and y == label
+
+
+ODD: dict[str, tuple[Any, str]] = {
+    "nan": ([1.0, float("nan"), 3.0], "Row 1 .*nan"),
+    "too large": ([1.0, 2.0, 1e300], "Row 2 .*inf"),
+    "nan in a list": ([[1.0, 2.0], [3.0, 4.0], [5.0, float("nan")]], "Row 2 .*nan"),
+    "gap": ([1, None, 3], "Row 1 .* is missing"),
+    "gap in a list": ([[1, 2], [3, None], [4, 5]], "Row 1 .* is missing"),
+    "lengths": ([[1, 2], [3, 4], [5]], r"Row 2 .* another shape than the first row's \(2,\)"),
+    "inner lengths": ([[[1, 2], [3, 4]], [[5, 6], [7]], [[1, 2], [3, 4]]], "Row 1 .* another sha"),
+    "text": (["a", None, "c"], "Row 1 .* is missing"),
+    "texts in lists": ([["a"], ["b"], ["c"]], "holds list.*has to be a column of numbers"),
+    "bytes": ([b"a", b"b", b"c"], "holds binary.*has to be"),
+    "decimals": ([Decimal("1.5")] * 3, "holds decimal"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("form", ["file", "memory"])
+def test_odd_x_are_refused_before_the_run(name: str, form: str, tmp_path: Path) -> None:
+    (values, what) = ODD[name]
+    path: Any = written(tmp_path / "a.parquet", {"x": values, "y": [0, 1, 1]})
+    if form == "memory":
+        path = datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path))
+    with pytest.raises(UserError, match=what):
+        FromHuggingFace(path, "x", "y", num_clients=1).setup()
+
+
+COLUMNS: dict[str, Any] = {
+    "a": [1.0, 2.0],
+    "y": [0, 1],
+    "kind": ["dog", "cat"],
+    "vector": [[1.0], [2.0]],
+    "infinite": [0.5, float("inf")],
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"x": "c"}, r"data\.x='c': the split 'train' has no column 'c'; it has a, y"),
+        ({"x": ["a", "y"]}, r"data\.x has 'y', which is data\.y='y'"),
+        ({"x": "kind", "client": "kind"}, r"data\.x has 'kind', which is data\.client"),
+        ({"x": ["a", "vector"]}, "Column 'vector' .*several columns with one number"),
+        ({"x": ["a", "kind"]}, "Column 'kind' .*several columns"),
+        ({"length": 0}, "length=0"),
+        ({"y": "kinds"}, "no column 'kinds'.*Did you mean 'kind'"),
+        ({"y": "infinite"}, "Row 1 .*inf.* in the column 'infinite'"),
+        ({"y": "kind", "classes": ["cat"]}, "has 'dog' in row 0, which is not one of the cl"),
+        ({"client": "nobody"}, "no column 'nobody'"),
+        ({"client": "y", "partition": IID()}, "client='y' and data.partition=.* give one of"),
+        ({"partition": ByValue(column="kind")}, "ByValue's values are not numbers"),
+        ({"test": "tests"}, r"data\.test is 'tests', and the data have the splits train"),
+        ({"data": "gone"}, r"data\.data is 'gone', and there is no such file"),
+        ({"data": 7}, "is of type int"),
+        ({"data": Path(__file__).parent}, "was not written by save_to_disk and has no Parquet"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(
+    given: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path / "a.parquet", COLUMNS)
+    arguments: dict[str, Any] = {"data": path, "x": "a", "y": "y", "num_clients": 1, **given}
+    with pytest.raises(UserError, match=words):
+        FromHuggingFace(**arguments).setup()
+
+
+@pytest.mark.parametrize(
+    ("test", "words"),
+    [
+        ({"x": [[1.0]], "y": [1]}, r"Row 0 .* another shape .*first row's \(2,\)"),
+        (
+            {"x": [[1.0, 2.0]], "y": [0.5]},
+            r"'y' has whole numbers in .* fractions in the split 'test'",
+        ),
+    ],
+)
+def test_test_rows_of_another_kind_are_refused(
+    test: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    written(tmp_path / "train.parquet", {"x": [[1.0, 2.0]] * 2, "y": [0, 1]})
+    written(tmp_path / "test.parquet", test)
+    with pytest.raises(UserError, match=words):
+        FromHuggingFace(tmp_path, "x", "y", test="test", num_clients=1).setup()
+
+
+def labelled(names: list[str], codes: list[int], client: bool = True) -> Any:
+    """Return rows whose clients are stored as numbers of names."""
+    whose = datasets.ClassLabel(names=names)
+    features = {"x": datasets.Value("float32"), "y": datasets.Value("int64"), "who": whose}
+    columns = {"x": [float(i) for i in range(len(codes))], "y": [0] * len(codes), "who": codes}
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+
+
+def test_clients_that_are_stored_as_numbers_of_names_have_these_names() -> None:
+    """A test set numbers the same names in another order."""
+    train = labelled(["zoe", "anna"], [0, 1, 0])
+    data = FromHuggingFace(
+        train, "x", "y", "who", test=labelled(["anna", "zoe"], [0, 1]), tests="own"
+    )
+    data.setup()
+    assert list(data.client_names) == ["anna", "zoe"]
+    assert data.client_sizes().tolist() == [1, 2]
+    x = [float(data.test_set.read.dataset[i][0]) for i in range(2)]  # type: ignore[union-attr]
+    assert x == [0, 1] and data.client_test_indices(0).tolist() == [3]
+
+
+def test_a_client_without_a_name_is_refused() -> None:
+    with pytest.raises(UserError, match=r"'who' of the split 'train' has the label -1 in row 1"):
+        FromHuggingFace(labelled(["a", "b"], [0, -1, 1]), "x", "y", "who").setup()
+
+
+@pytest.mark.parametrize(("train", "test"), [(["1", "2"], [1, 1]), ([1, 2], ["1", "1"])])
+def test_labels_that_are_texts_on_one_side_are_refused(train: Any, test: Any) -> None:
+    """The text 1 is the first class here, and the number 1 the second."""
+    sides = [datasets.Dataset.from_dict({"x": [0.0, 1.0], "y": y}) for y in (train, test)]
+    data = FromHuggingFace(sides[0], "x", "y", test=sides[1], num_clients=1)
+    with pytest.raises(UserError, match=r"'y' has (names|whole numbers) in the training rows and "):
+        data.setup()
+
+
+def test_pairs_of_texts_and_labels_in_lists_of_one() -> None:
+    rows = {
+        "premise": ["ab", "abcdef"],
+        "hypothesis": ["c", "xyz"],
+        "label": [[1], [0]],
+        "n": [1.0, 2.0],
+    }
+    data = FromHuggingFace(
+        datasets.Dataset.from_dict(rows),
+        ["premise", "hypothesis"],
+        "label",
+        num_clients=1,
+        length=6,
+    )
+    assert [(x.tolist(), y) for x, y in read(data, 0)] == [
+        ([100, 101, 1, 102, 1, -1], 1),
+        ([100, 101, 1, 123, 124, 1], 0),
+    ]
+    assert data.num_classes == 2
+    with pytest.raises(UserError, match=r"Column 'n' .*two columns of texts"):
+        FromHuggingFace(
+            datasets.Dataset.from_dict(rows), ["premise", "n"], "label", num_clients=1
+        ).setup()

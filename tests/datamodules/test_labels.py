@@ -1,15 +1,19 @@
-"""Splits and counts of classes follow the labels that the samples have when they are trained on."""
+"""Labels and names of classes are those that the samples have when they are trained on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
+from torchvision import transforms
+from torchvision.datasets import ImageFolder
 
 from fl_lightning import UserError
 from fl_lightning.datamodules import (
@@ -19,6 +23,7 @@ from fl_lightning.datamodules import (
     InMemoryDataModule,
     Pathological,
 )
+from tests.helpers.learners import Loads
 
 
 def flipped(y: int) -> int:
@@ -84,9 +89,6 @@ def test_a_target_transform_is_split_and_counted(made: Callable[[], Any]) -> Non
 
 CHANGES = {
     "pair": lambda x, y, i: (x, 3 - y),
-    "three": lambda x, y, i: (x, 3 - y, -1 - i),
-    "dictionary": lambda x, y, i: {"pixels": x, "labels": 3 - y},
-    "in a dictionary": lambda x, y, i: (x, {"label": 3 - y}),
     "one number": lambda x, y, i: (x, torch.tensor([3 - y])),
 }
 SAME = {
@@ -122,13 +124,6 @@ def test_a_part_whose_labels_differ_is_found() -> None:
         FromDatasets(clients=parts).setup()
 
 
-def test_targets_that_differ_from_the_samples_are_told() -> None:
-    made = Digits()
-    with pytest.warns(UserWarning, match=r"sample 0 .* follow targets"):
-        data = FromDatasets(made, num_clients=2, targets=[1 - int(y) % 2 for y in made.targets])
-        assert data.num_classes == 2
-
-
 def test_comparing_draws_no_numbers_and_reads_no_later_sample_otherwise() -> None:
     noisy = Wrapped(Digits(), lambda x, y, i: (torch.rand(3), y))
     torch.manual_seed(3)
@@ -137,26 +132,10 @@ def test_comparing_draws_no_numbers_and_reads_no_later_sample_otherwise() -> Non
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_sample_that_cannot_be_read_is_left_to_the_run() -> None:
-    def broken(x: Any, y: int, i: int) -> Any:
-        raise OSError("no such picture")
-
-    assert FromDatasets(Wrapped(Digits(), broken), num_clients=2).num_classes == 4
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_loader_whose_collate_function_changes_labels(workers: int) -> None:
-    class Mine(pl.LightningDataModule):
-        def train_dataloader(self) -> Any:
-            return DataLoader(
-                Digits(),
-                batch_size=4,
-                collate_fn=coarse,
-                num_workers=workers,
-            )
-
+def test_a_loader_whose_collate_function_changes_labels() -> None:
+    mine = Loads(DataLoader(Digits(), batch_size=4, collate_fn=coarse))
     with pytest.warns(UserWarning, match=r"sample 2 .* label 0 .* says 2"):
-        assert FromDataModule(Mine(), num_clients=2).num_classes is None
+        assert FromDataModule(mine, num_clients=2).num_classes is None
 
 
 def coarse(samples: list[Any]) -> Any:
@@ -234,3 +213,126 @@ def test_whole_numbers_of_a_frame_of_objects_are_whole() -> None:
     data.setup()
     assert data.train_set is not None
     assert data.train_set.y.tolist() == [16777217, 1]  # type: ignore[attr-defined]
+
+
+def folder(root: Path, *classes: str) -> ImageFolder:
+    for name in classes:
+        (root / name).mkdir(parents=True)
+        for j in range(3):
+            Image.new("RGB", (4, 4), (j, j, j)).save(root / name / f"{j}.png")
+    return ImageFolder(str(root), transforms.ToTensor())
+
+
+class Around(Dataset[Any]):
+    """A wrapper of a user's own."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.dataset[i]
+
+
+def test_folders_with_other_classes_are_refused_by_name(tmp_path: Path) -> None:
+    one = folder(tmp_path / "anna", "bird", "cat")
+    other = folder(tmp_path / "ben", "cat", "dog")
+    with pytest.raises(
+        UserError, match=r"clients: client 1 .*'cat', 'dog'.*client 0.*'bird', 'cat'"
+    ):
+        FromDatasets(clients=[one, other])
+    for wrapped in (
+        Subset(other, [0, 1]),
+        Around(other),
+        ConcatDataset([other]),
+        Subset(Around(other), [0]),
+    ):
+        with pytest.raises(UserError, match="'cat', 'dog'"):
+            FromDatasets(clients=[one, wrapped])
+    with pytest.raises(UserError, match=r"FromDatasets' test .*'cat', 'dog'.*'bird', 'cat'"):
+        FromDatasets(one, test=other, num_clients=2)
+    with pytest.raises(UserError, match=r"test_clients.*client 1.*'cat', 'dog'"):
+        FromDatasets(clients=[one, one], test_clients=[one, other])
+    with pytest.raises(UserError, match="'cat', 'dog'"):
+        FromDatasets(ConcatDataset([one, other]), num_clients=2)
+
+
+def test_alike_classes_and_data_sets_without_names_are_taken(tmp_path: Path) -> None:
+    one = folder(tmp_path / "anna", "bird", "cat")
+    other = folder(tmp_path / "ben", "bird", "cat")
+    data = FromDatasets(clients=[one, Subset(other, [0, 5])], test=Around(other))
+    assert data.client_sizes().tolist() == [6, 2]
+    plain = torch.utils.data.TensorDataset(torch.zeros(4, 3), torch.arange(4) % 2)
+    assert FromDatasets(clients=[plain, plain]).num_clients == 2
+    assert FromDatasets(clients=[one, plain]).num_clients == 2
+    third = folder(tmp_path / "clara", "bird", "cat", "dog")
+    assert FromDatasets(clients=[one, third, other]).num_clients == 3
+    shifted = ImageFolder(str(tmp_path / "clara"), target_transform=lambda label: 2 - label)
+    assert FromDatasets(clients=[one, shifted]).num_clients == 2
+
+
+def labels_of(data: FromDatasets, client: int) -> list[int]:
+    dataset: Any = data.client_dataset(client)
+    return [int(dataset[i][1]) for i in range(len(dataset))]
+
+
+def test_labels_are_mapped_by_name_where_asked(tmp_path: Path) -> None:
+    """A folder that lacks a class numbers the others anew, and is given the run's numbers back."""
+    one = folder(tmp_path / "anna", "bird", "cat")
+    other = folder(tmp_path / "ben", "cat", "dog")
+    with pytest.raises(UserError, match=r"Give classes=\[…\] with all names"):
+        FromDatasets(clients=[one, other])
+    classes = ["dog", "cat", "bird"]
+    given: Any = {"anna": one, "ben": Subset(other, [0, 5])}
+    data = FromDatasets(
+        clients=given, test=ConcatDataset([one, other]), classes=classes, test_clients={"ben": one}
+    )
+    assert data.class_names == classes and data.num_classes == 3
+    assert labels_of(data, 0) == [2, 2, 2, 1, 1, 1] and labels_of(data, 1) == [1, 0]
+    assert data.client_label_counts(0).tolist() == [0, 3, 3]  # type: ignore[union-attr]
+    assert [len(data.client_test_indices(i)) for i in range(2)] == [0, 6]
+    (tested,) = [batch[1].tolist() for batch in data.test_dataloader()]
+    assert tested == [2, 2, 2, 1, 1, 1, 1, 1, 1, 0, 0, 0]
+
+
+def test_what_cannot_be_mapped_by_name_is_refused(tmp_path: Path) -> None:
+    one = folder(tmp_path / "anna", "bird", "cat")
+    plain = torch.utils.data.TensorDataset(torch.zeros(4, 3), torch.arange(4) % 2)
+    with pytest.raises(UserError, match=r"client 0 has the class 'bird', which is not in classes"):
+        FromDatasets(clients=[one], classes=["birds", "cat"])
+    with pytest.raises(UserError, match="client 1 does not name its classes"):
+        FromDatasets(clients=[one, plain], classes=["cat", "bird"])
+    with pytest.raises(UserError, match=r"classes names 'cat' twice"):
+        FromDatasets(clients=[one], classes=["cat", "cat"])
+    with pytest.raises(UserError, match=r"data\.targets=.* contradict each other"):
+        FromDatasets(one, targets=[0] * 6, classes=["cat", "bird"], num_clients=2)
+
+
+def test_a_data_modules_validation_set_with_other_classes_is_refused(tmp_path: Path) -> None:
+    class Animals(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return DataLoader(folder(tmp_path / "train", "bird", "cat"), batch_size=2)
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(folder(tmp_path / "val", "cat", "dog"), batch_size=2)
+
+    data = FromDataModule(Animals(), num_clients=2)
+    data.setup()
+    assert list(data.class_names) == ["bird", "cat"]
+    with pytest.raises(UserError, match=r"val_dataloader of Animals.*'cat', 'dog'.*'bird', 'cat'"):
+        data.val_dataloader()
+
+
+def test_labels_in_a_column_are_labels() -> None:
+    """As MedMNIST's, whose shape is (N, 1)."""
+    y = torch.arange(12) % 3
+    data = InMemoryDataModule((torch.eye(12), y[:, None]), num_clients=3)
+    data.setup()
+    assert data.num_classes == 3
+    assert data.one_batch(0, 2)[1].shape == (2,)
+
+    given = FromDatasets(Digits(count=12), targets=y[:, None].numpy(), num_clients=3)
+    given.setup()
+    assert given.num_classes == 3

@@ -13,30 +13,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from fl_lightning.datamodules import IID, FromDataModule, FromDatasets
 from fl_lightning.errors import UserError
-from tests.helpers.learners import Lit, federated, trainer
+from tests.helpers.learners import Lit, Loads, federated, trainer
 
 
 class Samples(Dataset):
-    """x, label, and which process read it; ``draws``: with noise of three generators.
+    """x, label, and which process read it; ``draws``: with noise of three generators."""
 
-    ``wait`` seconds each.
-    """
-
-    def __init__(self, n=24, draws=False, wait=0.0):
-        self.n, self.draws, self.wait = n, draws, wait
+    def __init__(self, n=24, draws=False):
+        self.n, self.draws = n, draws
         self.x = torch.randn(n, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def __len__(self):
         return self.n
 
     def __getitem__(self, i):
-        time.sleep(self.wait)
         x = self.x[i]
         if self.draws:
             x = x + torch.rand(()) + np.random.rand() + random.random()
@@ -89,20 +84,6 @@ def test_the_same_bits_for_any_number_of_workers(draws):
         data.teardown("fit")
 
 
-def test_each_batch_of_each_client_and_round_draws_other_numbers():
-    noise = Samples(draws=True)
-    noise.x.zero_()
-    data = FromDatasets(
-        noise, val=noise, num_clients=3, batch_size=8, eval_batch_size=8, num_workers=1, seed=4
-    )
-    batches = [x for i in range(2) for r in range(2) for x, *_ in data.client_batches(i, r, 2)]
-    batches += [x for i in range(2) for (x, *_), _ in data.full_batches(i)] + [
-        x for x, *_ in data.val_dataloader()
-    ]
-    assert len({x.numpy().tobytes() for x in batches}) == len(batches) == 8 + 2 + 3
-    data.teardown("fit")
-
-
 def test_side_by_side_and_interrupted():
     before = multiprocessing.active_children()
     data = federate(2, draws=True)
@@ -134,39 +115,8 @@ def test_runs_are_the_same_in_every_engine_and_leave_no_process():
     assert all(torch.equal(vector, vectors[0]) for vector in vectors)
 
 
-def test_a_data_set_that_draws_runs_side_by_side_once_workers_read_it():
-    runs = []
-    for workers, engine in ((1, "sequential"), (2, "concurrent")):
-        torch.manual_seed(0)
-        module = federated(Triples(), participation="all", engine=engine)
-        trainer(2).fit(module, federate(workers, draws=True))
-        runs.append(module.global_vector)
-    assert torch.equal(*runs)
-
-
-def seconds_of_sixteen(workers):
-    data = FromDatasets(Samples(64, wait=0.01), num_clients=1, batch_size=4, num_workers=workers)
-    next(data.client_batches(0, 0, 1))
-    began = time.perf_counter()
-    assert len(list(data.client_batches(0, 0, 16))) == 16
-    seconds = time.perf_counter() - began
-    data.teardown("fit")
-    return seconds
-
-
-def test_samples_are_read_ahead():
-    # neighbours on the machine slow five processes more than one; without reading ahead no try
-    # would be faster
-    assert any(seconds_of_sixteen(4) < 0.7 * seconds_of_sixteen(0) for _ in range(5))
-
-
-class Wrapped(pl.LightningDataModule):
-    def __init__(self, dataset, **options):
-        super().__init__()
-        self.loader = DataLoader(dataset, batch_size=3, **options)
-
-    def train_dataloader(self):
-        return self.loader
+def wrapped(dataset, **options):
+    return Loads(DataLoader(dataset, batch_size=3, **options))
 
 
 class Told(Samples):
@@ -179,7 +129,7 @@ def tell(worker):
 
 
 def test_the_loaders_workers_are_honoured():
-    inner = Wrapped(
+    inner = wrapped(
         Told(),
         num_workers=2,
         worker_init_fn=tell,
@@ -190,7 +140,7 @@ def test_the_loaders_workers_are_honoured():
     answers = {answer for batch in data.client_batches(0, 0, 20) for answer in batch}
     assert answers <= {(i, 2, f"worker {i} of Told") for i in (0, 1)} and answers
     data.teardown("fit")
-    here = FromDataModule(Wrapped(Samples(), num_workers=2), num_clients=2, num_workers=0)
+    here = FromDataModule(wrapped(Samples(), num_workers=2), num_clients=2, num_workers=0)
     assert all(
         int(pid) == os.getpid() for batch in here.client_batches(0, 0, 4) for pid in batch[2]
     )
@@ -239,16 +189,10 @@ def test_a_generator_of_the_datasets_own_cannot_be_shared():
     ):
         FromDatasets(Moody(), num_clients=2, num_workers=2)
     with pytest.raises(UserError, match="Moody"):
-        FromDataModule(Wrapped(Moody()), num_clients=2, num_workers=1).setup()
-    data = FromDataModule(Wrapped(Moody(), num_workers=2), num_clients=2)
-    with pytest.warns(
-        UserWarning, match=r"num_workers of the training loader is not used.*Moody\.parts"
-    ):
-        pids = {int(pid) for batch in data.client_batches(0, 0, 4) for pid in batch[2]}
+        FromDataModule(wrapped(Moody()), num_clients=2, num_workers=1).setup()
+    data = FromDataModule(wrapped(Moody(), num_workers=2), num_clients=2)
+    pids = {int(pid) for batch in data.client_batches(0, 0, 4) for pid in batch[2]}
     assert pids == {os.getpid()}
-    for number in (-1, 1.5, True, "two"):
-        with pytest.raises(UserError, match="num_workers="):
-            FromDatasets(Samples(), num_clients=2, num_workers=number)
 
 
 KILLED = """

@@ -6,18 +6,18 @@ import csv
 import gzip
 import subprocess
 import sys
-import zipfile
-from contextlib import nullcontext
+from datetime import date
+from decimal import Decimal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from sklearn.model_selection import train_test_split
 
-from fl_lightning.datamodules import IID, FromTable, InMemoryDataModule
+from fl_lightning.datamodules import IID, ByValue, FromTable, InMemoryDataModule
 from fl_lightning.errors import UserError
 
 pandas = pytest.importorskip("pandas", reason="pandas, of the extra tables, is not installed")
@@ -55,11 +55,6 @@ def ready(*arguments: Any, **options: Any) -> Any:
     return data
 
 
-def of_text(tmp_path: Path, text: str, target: str = "y", **options: Any) -> Any:
-    (tmp_path / "t.csv").write_text(text, "utf-8")
-    return ready(tmp_path / "t.csv", target, **{"num_clients": 1, **options})
-
-
 def tensors(samples: Any) -> tuple[Any, Any]:
     return samples.x.tolist(), samples.y.tolist()
 
@@ -77,7 +72,7 @@ def test_rows_are_samples_and_a_column_names_the_clients(tmp_path: Path) -> None
     assert data.card()["clients' names"] == "east, north, south"
 
 
-@pytest.mark.parametrize("name", ["t.csv.gz", "t.parquet", "T.PARQUET", "t.pq", "t.data", "pandas"])
+@pytest.mark.parametrize("name", ["t.csv.gz", "t.parquet", "T.PARQUET", "t.pq", "pandas"])
 def test_other_files_and_frames_hold_the_same(tmp_path: Path, name: str) -> None:
     rows = [[*row[:3], row[0] > 50, row[3]] for row in ROWS]
     header = [*HEADER[:3], "old", "outcome"]
@@ -95,14 +90,6 @@ def test_other_files_and_frames_hold_the_same(tmp_path: Path, name: str) -> None
     for name in ("client_names", "column_names", "class_names", "partition_hash"):
         assert getattr(data, name) == getattr(same, name), name
     assert FromTable.shape_of_samples(path=path, **NAMES) == (3,)
-
-
-def test_columns_are_taken_in_the_order_asked_for(tmp_path: Path) -> None:
-    path = written(tmp_path / "t.csv", ROWS, by=";")
-    asked = {"features": ["pulse"], "separator": ";"}
-    data = ready(path, "outcome", partition=IID(), num_clients=2, **asked)
-    assert tensors(data.train_set)[0] == [[61.5], [70], [82.25], [90], [77]]
-    assert data.num_clients == 2 and FromTable.shape_of_samples(path=path, **asked) == (1,)
 
 
 def test_numbers_are_ordered_by_size_and_a_target_with_fractions_is_a_number(
@@ -137,49 +124,52 @@ def test_test_rows_come_from_a_file_or_are_held_out(tmp_path: Path) -> None:
         assert {f"h{int(age) % 3}" for age in own} == {name}
 
 
+@pytest.mark.parametrize("name", ["t.tsv", "t.tsv.gz"])
+def test_a_quote_is_text_in_a_tab_separated_file(tmp_path: Path, name: str) -> None:
+    """As in GLUE's files, in which a line is a sample."""
+    rows = ['"a\t0', "b\t1", 'c "d\t1', '"e"\t0']
+    open_text = gzip.open if name.endswith(".gz") else open
+    with open_text(tmp_path / name, "wt", encoding="utf-8") as file:
+        file.write("\n".join(["text\ty", *rows]) + "\n")
+    data = ready(tmp_path / name, "y", num_clients=1, encode="codes")
+    assert data.encoding.categories["text"] == ['"a', '"e"', "b", 'c "d']
+    assert tensors(data.train_set) == ([[0], [2], [3], [1]], [0, 1, 1, 0])
+    quoted = written(tmp_path / "q.csv", [["a\tb", 0], ["c", 1]], ["text", "y"], "\t")
+    options: dict[str, Any] = {"num_clients": 1, "encode": "codes", "separator": "\t"}
+    data = ready(quoted, "y", quotes=True, **options)
+    assert data.encoding.categories["text"] == ["a\tb", "c"]
+    with pytest.raises(UserError, match=r"line 2 has 3 cells.*data\.quotes is false"):
+        ready(quoted, "y", **options)
+    with open_text(tmp_path / name, "at", encoding="utf-8") as file:
+        file.write("f\t1\tg\n")
+    with pytest.raises(UserError, match=r"line 6 has 3 cells, and there are 2 columns"):
+        ready(tmp_path / name, "y", num_clients=1, encode="codes")
+
+
 @pytest.mark.parametrize(
     ("row", "options", "words"),
     [
-        ([30, "north", "", "ill"], {}, ["'pulse'", "line 7", "1 of 6 rows"]),
-        ([30, "", 60, "ill"], {}, ["no value", "'hospital'", "line 7"]),
-        ([30, "  ", 60, "ill"], {}, ["no value", "'hospital'", "line 7"]),
-        ([30, "north", 60, "NA"], {}, ["no value", "'outcome'", "line 7"]),
-        ([30, "north", "fast", "ill"], {}, ["'fast'", "'pulse'", "line 7"]),
-        ([30, "north", "1_2", "ill"], {}, ["'1_2'", "'pulse'", "line 7, which is not a number"]),
-        ([30, "north", "inf", "ill"], {}, ["inf in column 'pulse' of line 7", "not a finite"]),
-        ([30, "north", 1e39, "ill"], {}, ["'pulse'", "line 7", "single precision"]),
-        ([30, "north"], {}, ["Row #7: Expected 4 columns, got 2", "data.separator is ','"]),
+        ([30, "north", "", "ill"], {}, ["no value", "'pulse'", "row 7", "1 of 6 rows"]),
+        ([30, "  ", 60, "ill"], {}, ["no value", "'hospital'", "row 7"]),
+        ([30, "north", 60, "NA"], {}, ["no value", "'outcome'", "row 7"]),
+        ([30, "north", "1_2", "ill"], {}, ["'1_2'", "'pulse'", "row 7, which is not a finite"]),
+        ([30, "north", "inf", "ill"], {}, ["inf in column 'pulse' of row 7", "not a finite"]),
+        ([30, "north", 1e39, "ill"], {}, ["'pulse'", "row 7", "single precision"]),
+        ([30, "north"], {}, ["line 7 has 2 cells", "4 columns", "data.separator is ','"]),
         (None, {"target": "outcom"}, ["'outcom'", "Did you mean 'outcome'?"]),
         (None, {"client": "clinic"}, ["'clinic'", "age, hospital, pulse, outcome"]),
         (None, {"features": ["agee"]}, ["'agee'", "Did you mean 'age'?"]),
         (None, {"features": ["age", "outcome"]}, ["'outcome', which is data.target"]),
-        (None, {"features": ["age", "hospital"]}, ["'hospital', which is data.client"]),
         (None, {"features": ["age", "pulse", "age"]}, ["data.features names 'age' twice"]),
         (None, {"classes": ["ill", "well", "ill"]}, ["data.classes names 'ill' twice"]),
-        (None, {"classes": ["ill", "dead"]}, ["has 'well'", "line 2, which", "data.classes: ill"]),
-        (None, {"partition": IID()}, ["client='hospital'", "partition"]),
+        (None, {"classes": ["ill", "dead"]}, ["has 'well'", "row 2, which", "data.classes: ill"]),
+        (None, {"partition": IID()}, ["client='hospital'", "partition", "give one"]),
         (None, {"test": 1.5}, ["data.test=1.5", "below 1"]),
-        (None, {"test": 0.01}, ["0 of 5 rows"]),
         (None, {"test": "nowhere.csv"}, ["'nowhere.csv'", "not there"]),
-        (None, {"test": {"share": 0.3}}, ["give a share, a file, or {'share'"]),
         (None, {"separator": ";"}, ["'outcome'"]),
         (None, {"regression": True}, ["'well' in column 'outcome'", "data.regression"]),
-        (None, {"above": 1.0, "classes": ["a"]}, ["data.above=1.0", "data.classes=['a'] both say"]),
-        (None, {"above": 1.0, "regression": True}, ["data.above=1.0", "data.regression=True both"]),
-        (None, {"above": float("nan")}, ["above=nan is not accepted"]),
-        (
-            None,
-            {"regression": True, "classes": [30]},
-            ["data.classes=[30]", "data.regression=True"],
-        ),
-        (None, {"encode": "onehot"}, ["encode='onehot'", "Did you mean 'one-hot'"]),
-        (None, {"encode": {"plse": "codes"}}, ["encode has 'plse'", "Did you mean 'pulse'"]),
-        (
-            None,
-            {"encode": {"outcome": "codes"}},
-            ["'outcome', which is not among the columns of x"],
-        ),
-        (None, {"missing": "drop", "missing_marks": ["30"], "test": {}}, ["data.test is of type"]),
+        (None, {"above": 1.0, "regression": True}, ["data.above=1.0 and data.regression=True"]),
+        (None, {"encode": {"plse": "codes"}}, ["encode='plse'", "Did you mean 'pulse'"]),
     ],
 )
 def test_what_is_wrong_is_told_by_its_place(
@@ -195,15 +185,14 @@ def test_what_is_wrong_is_told_by_its_place(
 @pytest.mark.parametrize(
     ("text", "options", "words"),
     [
-        (b"", {}, "Empty CSV file. Its first line has to name the columns"),
+        (b"", {}, "first line names the columns"),
         (b"a,b\n", {}, "has no rows"),
-        (b"a,a\n1,2\n", {}, "two columns 'a'"),
-        (b"a,b\nx\xff,1\n", {}, "not in UTF-8 in column 'a': save it as UTF-8"),
-        (b"a\xff,b\n1,1\n", {}, "not in UTF-8"),
-        (b'a,b\n1,2\n"3,4\n5,6\n', {}, "each quote has to be closed"),
-        (b"a\n1\n", {}, "no columns besides 'a', so x is empty"),
-        (b"a,b\n1,?\n2,?\n", {"missing": "drop"}, r"'b' \(2 rows\), so data.missing=drop leaves"),
-        (b"a,b\n1,r\n2,r\n", {"encode": "one-hot", "drop_first": True}, "so x is empty"),
+        (b"a,b\nx\xff,1\n", {}, "column 'a' is not text in UTF-8"),
+        (b"a\xff,b\n1,1\n", {}, "text in UTF-8"),
+        (b'a,b\n1,2\n"3,4\n5,6\n', {}, "line 3: .* each quote has to be closed"),
+        (b'a,b\n"1\n0",2\n\n3,4,5\n', {}, "line 5 has 3 cells"),
+        (b"a\n1\n", {}, "no columns for x besides 'a'"),
+        (b"a,b\n1,r\n2,r\n", {"encode": "one-hot", "drop_first": True}, "no columns for x"),
     ],
 )
 def test_files_that_are_no_table_are_refused(
@@ -214,21 +203,14 @@ def test_files_that_are_no_table_are_refused(
         ready(tmp_path / "t.csv", target="a", num_clients=1, **options)
 
 
-def test_an_archive_is_refused_as_one(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "t.xlsx", "w") as file:
-        file.writestr("t.csv", "a,y\n1,0\n")
-    with pytest.raises(UserError, match="is a zip archive, as Excel's"):
-        ready(tmp_path / "t.xlsx", "y", num_clients=1)
-
-
-def test_what_is_wrong_in_the_second_file_is_named_by_its_file_and_line(tmp_path: Path) -> None:
-    """An empty line, a value of two lines and rows that are left out do not shift the number."""
+def test_what_is_wrong_in_the_second_file_is_named_by_its_file_and_row(tmp_path: Path) -> None:
+    """A value of two lines and rows that are left out do not shift the number."""
     (tmp_path / "north.csv").write_text("age,note,y\n" + "40,a,0\n41,b,1\n" * 9)
-    (tmp_path / "south.csv").write_text('age,note,y\n\n40,"a\nb",0\n,c,1\nabc,d,1\n')
+    (tmp_path / "south.csv").write_text('age,note,y\n40,"a\nb",0\n,c,1\nabc,d,1\n')
     files = {name: f"{name}.csv" for name in ("north", "south")}
-    with pytest.raises(UserError, match=r"south\.csv' has 'abc' in column 'age' of line 6,"):
+    with pytest.raises(UserError, match=r"south\.csv' has 'abc' in column 'age' of row 4,"):
         ready(files, "y", features=["age"], root=tmp_path, missing="drop")
-    with pytest.raises(UserError, match=r"south\.csv' has no value in column 'age' of line 5 "):
+    with pytest.raises(UserError, match=r"south\.csv' has no value in column 'age' of row 3 "):
         ready(files, "y", features=["age"], root=tmp_path)
 
 
@@ -267,7 +249,7 @@ def test_pandas_and_pyarrow_are_asked_for_only_where_a_table_is_read() -> None:
         "except Exception as error: print(type(error).__name__, error)\n"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout.startswith("UserError Tables are read by pandas and pyarrow")
+    assert said.stdout.startswith("UserError A table needs pandas")
     assert "pip install 'fl-lightning[tables]'" in said.stdout
 
 
@@ -278,22 +260,20 @@ def test_labels_of_the_test_rows_that_nobody_trains_on_are_refused(tmp_path: Pat
         ready(path, **NAMES, test=others)
 
 
-def test_classes_that_are_named_have_their_numbers_in_a_file_that_lacks_one(
-    tmp_path: Path,
-) -> None:
+def test_classes_that_are_named_have_their_numbers_in_a_file_that_lacks_one(tmp_path: Path) -> None:
     path = written(tmp_path / "t.csv", [row for row in ROWS if row[3] == "well"])
     data = ready(path, "outcome", features=["age"], classes=["ill", "well"], num_clients=1)
     assert data.train_set.y.tolist() == [1, 1, 1] and data.num_classes == 2
 
 
-@pytest.mark.parametrize("index", ["", " ", "Unnamed: 0", "__index_level_0__"])
+@pytest.mark.parametrize("index", ["Unnamed: 0", "__index_level_0__"])
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
 def test_a_row_index_is_refused_where_no_features_are_given(
     tmp_path: Path, index: str, ending: str
 ) -> None:
     rows = [[number, *row] for number, row in enumerate(ROWS)]
     path = written(tmp_path / f"t.{ending}", rows, [index, *HEADER])
-    words = rf"t\.\w+' has a column '{index}' \(its column 1\).*index=False.*data\.features"
+    words = rf"t\.\w+' has a column '{index}', .*index=False.*data\.features"
     for read in (
         lambda: ready(path, **NAMES),
         lambda: FromTable.shape_of_samples(path=path, **NAMES),
@@ -303,29 +283,6 @@ def test_a_row_index_is_refused_where_no_features_are_given(
     assert ready(path, **NAMES, features=["pulse", "age"]).column_names == ["pulse", "age"]
     # As the target or the clients' column it is no feature.
     assert ready(path, target=index, features=["age"], num_clients=2).num_classes == 5
-
-
-@given(
-    sizes=st.lists(st.integers(1, 4), min_size=3, max_size=6),
-    seed=st.integers(0, 99),
-    left=st.sampled_from([{"val_fraction": 0.4}, {"samples": 5}, {"test": 0.4}]),
-)
-def test_a_client_is_called_by_the_name_of_its_rows(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seed: int, left: dict[str, Any]
-) -> None:
-    """Also where all rows of a client are held out, so that the others' numbers move."""
-    sizes = [*sizes, 6]
-    names = "abcdefg"
-    rows = [[names[i], 10 * i + k, k % 2] for i, size in enumerate(sizes) for k in range(size)]
-    path = written(tmp_path_factory.mktemp("t") / "t.csv", rows, ["who", "x", "y"])
-    data: Any = FromTable(path, target="y", client="who", **left)
-    for again in (seed, seed + 1):
-        data.seed = again
-        data.setup()
-        assert len(data.client_names) == data.num_clients
-        for client, name in enumerate(data.client_names):
-            tens = data.train_set.x[data.client_indices(client)][:, 0] // 10
-            assert set(tens.tolist()) == {names.index(name)}
 
 
 def test_rows_to_test_on_that_are_of_no_client_are_told(tmp_path: Path) -> None:
@@ -376,34 +333,11 @@ def test_values_are_compared_as_pandas_reads_them(
         assert [len(data.client_test_indices(i)) for i in range(2)] == [1, 1]
 
 
-@pytest.mark.parametrize("mark", ["", "#N/A", "<NA>", "-nan", "#NA", "None", "1.#IND", "#N/A N/A"])
-@pytest.mark.parametrize("column", ["outcome", "hospital", "pulse"])
-def test_what_pandas_takes_for_no_value_is_missing(tmp_path: Path, mark: str, column: str) -> None:
-    row: list[Any] = [30, "north", 60, "ill"]
-    row[HEADER.index(column)] = mark
-    path = written(tmp_path / "t.csv", [*ROWS, row])
-    with pytest.raises(UserError, match=rf"no value in column '{column}' of line 7"):
-        ready(path, **NAMES)
-    assert len(ready(path, **NAMES, missing="drop").train_set) == 5
-
-
-@pytest.mark.parametrize("gone", [pandas.NA, float("nan"), pandas.NaT, None])
-def test_missing_values_of_frames_are_told(gone: Any) -> None:
-    frame = pandas.DataFrame({"x": pandas.Series([1.0, gone], dtype=object), "y": [0, 1]})
-    with pytest.raises(UserError, match="'<DataFrame>' has no value in column 'x' of line 2"):
-        ready(frame, target="y", num_clients=2)
-
-
-@pytest.mark.parametrize(
-    ("mark", "left"), [("-999", [1, 3]), ("3", [1, -999]), ("0", [1, -999, 3]), ("True", [-999])]
-)
+@pytest.mark.parametrize(("mark", "left"), [("-999", [1, 3]), ("3", [1, -999])])
 @pytest.mark.parametrize("kind", ["csv", "parquet", "frame"])
 def test_marks_of_missing_values_are_compared_by_value(
     mark: str, left: list[int], kind: str, tmp_path: Path
 ) -> None:
-    """A number does not mark a truth value, and in a CSV a text marks what is spelled so."""
-    if mark == "True" and kind != "csv":
-        pytest.skip("Parquet and frames hold truth values, which no text marks")
     rows = [[1.0, True, "u"], [-999.0, False, "v"], [3.0, True, "u"]]
     path: Any = tmp_path / f"t.{kind}"
     if kind == "frame":
@@ -436,36 +370,9 @@ def test_whole_numbers_are_amounts_where_that_is_said(tmp_path: Path) -> None:
         ready(path, "y", num_clients=2)
 
 
-@pytest.mark.parametrize(("classes", "told"), [(50, False), (51, True)])
-@pytest.mark.filterwarnings("error")
-def test_many_whole_numbers_are_told(tmp_path: Path, classes: int, told: bool) -> None:
-    rows = [[i, i % classes] for i in range(3 * classes)]
-    path = written(tmp_path / "t.csv", rows, ["x", "y"])
-    said: Any = nullcontext()
-    if told:
-        said = pytest.warns(UserWarning, match="51 whole numbers in 153 rows")
-    with said:
-        ready(path, target="y", num_clients=2)
-
-
-@pytest.mark.parametrize("ending", ["csv", "parquet"])
-def test_integers_beyond_the_reach_of_floats_are_told_apart(ending: str, tmp_path: Path) -> None:
-    big = 2**53
-    rows = [[big + 1, 1.0, 0], [big, 2.0, 1], [big, 3.0, 1], [big + 1, 4.0, 0]]
-    data = ready(written(tmp_path / f"t.{ending}", rows, ["who", "x", "y"]), "y", client="who")
-    assert list(data.client_names) == [str(big), str(big + 1)]
-    assert data.client_indices(0).tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("kind", ["parquet", "frame"])
-def test_two_columns_of_one_name_are_refused(kind: str, tmp_path: Path) -> None:
-    given: Any = pandas.DataFrame([[1, 2, 3]], columns=["x", "x", "y"])
-    if kind == "parquet":
-        given = tmp_path / "t.parquet"
-        columns = [arrow.array([1.0, 2.0])] * 2 + [arrow.array([0, 1])]
-        parquet.write_table(arrow.Table.from_arrays(columns, names=["x", "x", "y"]), given)
-    with pytest.raises(UserError, match="has two columns 'x': name each once"):
-        ready(given, target="y", num_clients=2)
+def test_two_columns_of_one_name_are_refused() -> None:
+    with pytest.raises(UserError, match=r"cannot be read: .*Duplicate column names"):
+        ready(pandas.DataFrame([[1, 2, 3]], columns=["x", "x", "y"]), target="y", num_clients=2)
 
 
 def test_what_is_no_frame_is_told() -> None:
@@ -496,12 +403,6 @@ def test_a_frame_of_polars_is_read_by_arrow() -> None:
     assert tensors(data.train_set) == ([[0], [1]], [1, 0]) and data.class_names == ["a", "b"]
 
 
-def test_columns_of_a_frame_may_have_numbers_as_names() -> None:
-    frame = pandas.DataFrame([[1.0, 0, 5], [2.0, 1, 6]])
-    data = ready(frame, target=1, features=[2, 0], num_clients=1)
-    assert tensors(data.train_set) == ([[5, 1], [6, 2]], [0, 1])
-
-
 def test_frames_are_taken_in_memory_as_numbers_that_a_network_takes() -> None:
     x = pandas.DataFrame({"a": [1.5, 3.0], "b": [True, False]})
     data: Any = InMemoryDataModule((x, pandas.Series([0, 1])), num_clients=2)
@@ -510,21 +411,195 @@ def test_frames_are_taken_in_memory_as_numbers_that_a_network_takes() -> None:
     assert data.train_set.x.dtype == torch.float32
     assert data.train_set.x.tolist() == [[1.5, 1.0], [3.0, 0.0]]
     named = InMemoryDataModule((x, pandas.Series(["no", "yes"])), num_clients=2)
-    with pytest.raises(UserError, match=r"y is a Series with .*'no'.*FromTable\(df, target"):
+    with pytest.raises(UserError, match=r"y is a Series that .*'no'.*FromTable\(df, target"):
         named.setup()
 
 
+COLOURS = """colour,size,city,sick
+red,1,A,no
+blue,2,A,yes
+red,3,B,no
+green,4,B,yes
+blue,?,B,yes
+"""
+DAYS = np.arange(20240101, 20240132)
+
+
+def text_file(tmp_path: Path, text: str = COLOURS, name: str = "t.csv") -> Path:
+    (tmp_path / name).write_text(text)
+    return tmp_path / name
+
+
+def columned(path: Path, columns: dict[str, Any], rows: slice = slice(None)) -> Path:
+    """Return a CSV of these rows of the columns; a single value fills its column."""
+    whole = np.broadcast_arrays(*(np.asarray(one, object) for one in columns.values()))
+    lines = [",".join(map(str, row)) for row in zip(*(one[rows] for one in whole), strict=True)]
+    return text_file(path.parent, "\n".join([",".join(columns), *lines]) + "\n", path.name)
+
+
+def x_of(path: Any, target: str, **options: Any) -> Any:
+    return ready(path, target, num_clients=1, **options).train_set.x.tolist()
+
+
 @pytest.mark.parametrize(
-    "given",
+    ("options", "names", "x", "held"),
     [
-        {"target": "tags", "features": ["x"]},
-        {"target": "y", "client": "tags", "features": ["x"]},
-        {"target": "y", "features": ["x", "tags"]},
-        {"target": "y", "features": ["x", "tags"], "encode": "one-hot"},
+        (
+            {"encode": "one-hot", "features": ["colour", "size"]},
+            ["colour=blue", "colour=green", "colour=red", "size"],
+            [[0, 0, 1, 1], [1, 0, 0, 2], [0, 0, 1, 3], [0, 1, 0, 4]],
+            [0, 0, 0, 1],
+        ),
+        (
+            {"encode": "one-hot", "features": ["colour", "size"], "drop_first": True},
+            ["colour=green", "colour=red", "size"],
+            [[0, 1, 1], [0, 0, 2], [0, 1, 3], [1, 0, 4]],
+            [0, 0, 1],
+        ),
+        (
+            {"encode": {"colour": "codes"}, "features": ["size", "colour"]},
+            ["size", "colour"],
+            [[1, 2], [2, 0], [3, 2], [4, 1]],
+            [1, 3],
+        ),
     ],
 )
-def test_cells_of_several_values_are_refused_by_place(given: Any, tmp_path: Path) -> None:
-    columns = {"x": [1.0, 2.0], "y": [0, 1], "tags": [[1, 2], []]}
-    parquet.write_table(arrow.table(columns), tmp_path / "t.parquet")
-    with pytest.raises(UserError, match=r"in column 'tags' of line 1, but a table needs one"):
-        ready(tmp_path / "t.parquet", num_clients=1, **given)
+def test_texts_are_encoded_by_the_training_rows(
+    options: Any, names: list[str], x: Any, held: list[int], tmp_path: Path
+) -> None:
+    test = text_file(tmp_path, "colour,size,city,sick\npink,1,A,no\n", "u.csv")
+    options = {"client": "city", "missing": "drop", **options}
+    with pytest.warns(UserWarning, match="1 values of 'colour' occur in no training row"):
+        data = ready(text_file(tmp_path), "sick", test=test, **options)
+    assert list(data.column_names) == names and data.train_set.x.tolist() == x
+    assert data.test_set.x.tolist() == [held]
+    arguments = {"path": tmp_path / "t.csv", "target": "sick", **options}
+    assert FromTable.shape_of_samples(**arguments) == (len(names),)
+
+
+@pytest.mark.parametrize(("odd", "shown"), [("-", "-"), ('"2,5"', "2,5")])
+def test_a_column_of_numbers_with_a_text_is_told_to_be_categories(
+    odd: str, shown: str, tmp_path: Path
+) -> None:
+    path = text_file(tmp_path, f"price,city,y\n1.5,A,0\n{odd},B,1\n2,A,1\n3,C,0\n")
+    said = f"has '{shown}' in column 'price' of row 3, which is not .* so its 4 values are cat"
+    with pytest.warns(UserWarning, match=said) as told:
+        ready(path, "y", num_clients=1, encode="one-hot")
+    assert not [one for one in told if "'city'" in str(one.message)]
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_dates_are_no_categories_unless_the_column_is_named(ending: str, tmp_path: Path) -> None:
+    """A column of each date would be learnt by heart."""
+    columns = {"d": [date(2020, 1, 1), date(2020, 1, 2)], "y": [0, 1]}
+    path = tmp_path / f"t.{ending}"
+    if ending == "csv":
+        columned(path, columns)
+    else:
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.table(columns), path)
+    with pytest.raises(UserError, match=r"has datetime.date\(2020, 1, 1\) in column 'd' of row"):
+        x_of(path, "y", encode="one-hot")
+    assert x_of(path, "y", encode={"d": "codes"}) == [[0], [1]]
+
+
+def test_decimals_of_parquet_are_numbers(tmp_path: Path) -> None:
+    columns = {"d": [Decimal("1.10"), Decimal("2.50")], "y": [0, 1]}
+    pytest.importorskip("pyarrow.parquet").write_table(arrow.table(columns), tmp_path / "t.pq")
+    assert np.allclose(x_of(tmp_path / "t.pq", "y"), [[1.1], [2.5]])
+    assert x_of(tmp_path / "t.pq", "y", encode={"d": "codes"}) == [[0], [1]]
+
+
+@pytest.mark.parametrize("column", ["size", "weight", "colour"])
+def test_rows_are_split_by_a_columns_value(column: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"features": ["size"], "missing": "drop", "num_clients": 2}
+    data = FromTable(text_file(tmp_path), "sick", partition=ByValue(column=column), **options)
+    if column == "size":
+        assert sorted(data.client_indices(0).tolist()) == [0, 1]
+        return
+    words = {"weight": "no column 'weight'", "colour": r"'red' .*another data\.partition\.column"}
+    with pytest.raises(UserError, match=words[column]):
+        data.setup()
+
+
+HEART = ("age", "sex", "chol", "num")
+
+
+def test_centres_are_read_scaled_and_split_as_flamby_does(tmp_path: Path) -> None:
+    """Files without a first line of names, a file per centre."""
+    draw = np.random.default_rng(0)
+    files = {name: f"processed.{name}.data" for name in ("cleveland", "va")}
+    for file, count in zip(files.values(), (40, 25), strict=True):
+        rows = [
+            f"{draw.integers(30, 80)},{draw.integers(2)},{draw.integers(100, 300)},{i % 4}"
+            for i in range(count)
+        ]
+        rows[3] = "50,1,?,0"
+        (tmp_path / file).write_text("\n".join(rows) + "\n")
+    share = 1 - 0.66
+    data = ready(
+        files,
+        "num",
+        root=tmp_path,
+        columns=HEART,
+        missing="drop",
+        above=0,
+        scale="client",
+        test={"share": share, "rule": "sklearn", "seed": 43},
+    )
+    assert list(data.client_names) == ["cleveland", "va"] and data.num_classes == 2
+    for client, file in enumerate(files.values()):
+        lines = (tmp_path / file).read_text().split()
+        rows = np.array([line.split(",") for line in lines if "?" not in line], float)
+        y = (rows[:, 3] > 0).astype(int)
+        train, test = train_test_split(
+            np.arange(len(rows)), train_size=1 - share, test_size=share, random_state=43, stratify=y
+        )
+        x = rows[:, :3].astype(np.float32).astype(float)
+        expected = (x - x[train].mean(0)) / (x[train].std(0, ddof=1) + 1e-9)
+        own = data.client_indices(client)
+        assert np.allclose(data.train_set.x[own], expected[train], atol=1e-5)
+        assert data.train_set.y[own].tolist() == y[train].tolist()
+        held = data.client_test_indices(client) - len(data.train_set)
+        assert np.allclose(data.test_set.x[held], expected[test], atol=1e-5)
+
+
+@pytest.mark.parametrize(("of", "size"), [("column", 1), ("values", 1e-14)])
+def test_clients_by_value_do_not_overlap(of: str, size: float, tmp_path: Path) -> None:
+    """Neither in large numbers nor in small ones, of which float32 would lose the order."""
+    seconds = (1_700_000_000 + np.random.default_rng(0).permutation(200)) * size
+    columns = {"x": np.arange(200), "y": np.arange(200) % 2, "when": seconds}
+    path = columned(tmp_path / "t.csv", columns)
+    partition = ByValue(column="when") if of == "column" else ByValue(values=seconds.tolist())
+    data = ready(path, target="y", features=["x"], partition=partition, num_clients=4)
+    spans = sorted(
+        (own.min(), own.max()) for own in (seconds[data.client_indices(i)] for i in range(4))
+    )
+    assert all(before[1] < after[0] for before, after in pairwise(spans)), spans
+
+
+@pytest.mark.parametrize(("scale", "centre"), [("client", 60), ("all", 66.25)])
+def test_a_column_that_is_constant_in_the_training_rows_is_only_centred(
+    scale: str, centre: float, tmp_path: Path
+) -> None:
+    columns = {"pulse": [60, 60, 71, 74], "who": list("aabb"), "y": [0, 1] * 2}
+    train = columned(tmp_path / "t.csv", columns)
+    tests = columned(tmp_path / "u.csv", {"pulse": [62, 60], "who": ["a", "a"], "y": [0, 1]})
+    data = ready(train, target="y", client="who", scale=scale, test=tests)
+    spread = 1 if scale == "client" else np.std([60, 60, 71, 74], ddof=1)
+    expected = (np.array([62, 60]) - centre) / spread
+    assert np.allclose(data.test_set.x[:, 0], expected, atol=1e-6)
+
+
+def test_a_client_of_one_row_has_zeros_if_each_is_scaled(tmp_path: Path) -> None:
+    path = text_file(tmp_path, "who,size,y\na,1,0\nb,2,1\nb,4,0\n")
+    data = ready(path, "y", client="who", scale="client")
+    assert data.train_set.x[0].tolist() == [0]
+    with pytest.raises(UserError, match=r"data\.scale is 'client', and data\.client names no"):
+        ready(path, "y", features=["size"], scale="client", num_clients=2)
+
+
+def test_whole_numbers_that_float32_does_not_hold_are_told(tmp_path: Path) -> None:
+    path = columned(tmp_path / "t.csv", {"day": DAYS, "x": 0.1, "y": np.arange(31) % 2})
+    with pytest.warns(UserWarning, match=r"'day'.* 20240101") as told:
+        ready(path, target="y", num_clients=1)
+    assert not [one for one in told if "'x'" in str(one.message)]

@@ -1,9 +1,9 @@
-"""Texts as federated data: no token is lost, no client sees another's part, what cannot be read is
-named."""
+"""Texts, instructions and conversations: which tokens each client has and learns."""
 
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning.datamodules import IID, Grouped, LanguageModelling, TextClassification
-from fl_lightning.datamodules.batches.biases import ClientBias
-from fl_lightning.errors import UserError
+from fl_lightning import UserError
+from fl_lightning.datamodules import (
+    IID,
+    Grouped,
+    InstructionTuning,
+    LanguageModelling,
+    TextClassification,
+)
+from fl_lightning.evaluation.instruction_records import ALPACA, ALPACA_INPUT
 from tests.helpers.texts import CLASSES, GENRES, multinli_files, sentence_rows, text_file
 
 
@@ -55,17 +61,6 @@ def test_bytes_of_other_letters(tmp_path: Path) -> None:
     assert data.test_set is None and data.vocabulary == 259 and int(batch.max()) < 259
     whole = sorted(set((np.frombuffer("αβγ".encode(), np.uint8) + 3).tolist()))
     assert sorted(set(batch.flatten().tolist())) == whole
-
-
-def test_tinyshakespeare(real_data: Path) -> None:
-    if not (real_data / "tinyshakespeare/input.txt").is_file():
-        pytest.skip(f"no tinyshakespeare/input.txt in {real_data}; FL_LIGHTNING_DATA says where")
-    data = LanguageModelling(real_data / "tinyshakespeare", seed=0)
-    x, _ = next(iter(data.full_batches(0)))[0]
-    assert decoded(x[0]).startswith("First Citizen:\nBefore we proceed any further")
-    assert data.client_sizes().tolist() == [3137] * 5, (
-        "of 1,115,394 bytes nine tenths, in windows of 64"
-    )
 
 
 def test_genres_are_clients_and_texts_without_a_label_are_left_out(tmp_path: Path) -> None:
@@ -157,34 +152,21 @@ CSV = "s,y,g\na,x,p\nb,z,q\n"
 @pytest.mark.parametrize(
     ("name", "text", "given", "words"),
     [
-        ("t.csv", CSV, {"train": "other.csv"}, "other.csv', which does not exist"),
+        ("t.csv", CSV, {"train": "other.csv"}, "other.csv', which cannot be read"),
         ("t.csv", CSV, {"label": "gold"}, "row 1, has no value in the column 'gold'.* s, y, g"),
         ("t.csv", CSV, {"classes": ["x", "w"]}, "has the class 'z', which is not one of x, w"),
         ("t.csv", CSV, {"classes": ["x", "x"]}, "classes names 'x' twice"),
         ("t.csv", CSV, {"text": ["a", "b", "c"]}, "give one column, or two"),
-        ("t.csv", CSV, {"tokenizer": "nowhere"}, "tokenizer is 'nowhere', which is no folder"),
-        ("t.csv", CSV, {"download": True}, "you have to bring the texts yourself"),
-        ("t.csv", CSV, {"augment": True}, "augment is True, which is for images"),
-        ("t.csv", CSV, {"biases": [ClientBias(0.1)]}, "biases is .ClientBias.*for images"),
-        ("t.csv", CSV, {"length": 1}, "length is 1: give at least 2 tokens"),
+        ("t.csv", CSV, {"augment": True}, "augment=True is not accepted"),
+        ("t.csv", CSV, {"tokenizer": "nowhere"}, "tokenizer is 'nowhere', where no tokenizer"),
+        ("t.csv", CSV, {"length": 1}, "length 1: .* at least 2 tokens"),
         ("t.csv", "s,y,g\na,x,p\nb,,p\n", {}, "row 2, has no value in the column 'y'"),
-        ("t.csv", "s,y,g\na,x,p\nb,x,\n", {}, "row 2, has no value in the column 'g'"),
-        ("t.csv", "s,y,g\na,x,p\nb,x ,p\n", {}, "column 'y', has one name in two ways: 'x'"),
-        ("t.csv", "s,y,g\na,x,p\nb,x, p\n", {}, "column 'g', has one name in two ways"),
-        ("t.csv", "s,s,y,g\na,b,x,p\n", {}, "two columns 's'"),
-        ("t.csv", "s,y,g\na,0,p\n\nb,1,2,3\n", {}, "line 4, has another number of cells"),
-        (
-            "t.csv",
-            's,y,g\na,0,p\n"b,1,p\nc,0,p\n',
-            {},
-            "about line 2, cannot be read .*close each quote",
-        ),
-        ("t.tsv", "s\ty\tg\na\t0\tp\nb\n", {}, "line 3, has another number of cells than the he"),
-        ("t.jsonl", '{"s": "a", "y": "x", "g": "p"}\n{', {}, "line 2, is not JSON"),
-        ("t.jsonl", "[1]", {}, "has no records: one JSON object per line"),
+        ("t.csv", "s,y,g\na,0,p\n\nb,1,2,3\n", {}, "line 4 has 4 cells, .* 3 columns"),
+        ("t.tsv", "s\ty\tg\na\t0\tp\nb\n", {}, "line 3 has 1 cells, .* 3 columns"),
+        ("t.csv", "s,s,y,g\na,b,x,p\n", {}, "line 1, names 's' twice"),
+        ("t.csv", 's,y,g\na,0,p\n"b,1,p\nc,0,p\n', {}, "line 3: .* quote has to be closed"),
         ("t.jsonl", '{"s": "a", "y": 2.0, "g": "p"}', {}, "row 1, has 2.0 in the column 'y'"),
-        ("t.jsonl", '{"s": "a", "y": null, "g": "p"}', {}, "row 1, has no value in the column 'y'"),
-        ("t.jsonl", '{"s": "a", "y": "-", "g": "p"}', {}, "has no labelled texts"),
+        ("t.jsonl", '{"s": "a", "y": "-", "g": "p"}', {}, "data have no samples"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name_and_place(
@@ -192,20 +174,16 @@ def test_what_cannot_be_is_refused_by_name_and_place(
 ) -> None:
     (tmp_path / name).write_text(text)
     options = {"train": name, "test": None, "text": "s", "label": "y", "group": "g", **given}
-    with pytest.raises(UserError, match=words) as error:
+    with pytest.raises(UserError, match=words):
         TextClassification(tmp_path, seed=0, **options).setup()
-    assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ({"length": 10**6}, r"fewer than a window of data\.length 1000000"),
-        ({"length": 0}, "length=0"),
-        ({"test_fraction": 1.0}, "test_fraction=1.0"),
-        ({"file": "other.txt"}, r"other\.txt', which does not exist"),
+        ({"file": "other.txt"}, r"other\.txt', which cannot be read"),
         ({"file": "latin.txt"}, "cannot be read as UTF-8"),
-        ({"download": True}, "you have to bring the texts yourself"),
     ],
 )
 def test_a_text_that_cannot_be_cut_is_named(
@@ -230,8 +208,8 @@ def test_another_seed_bunches_the_same_groups(
     assert names[0] == names[1] and "+" in names[0][0]
 
 
-def rows_of(path: Path) -> list[tuple[str, int]]:
-    options: dict[str, Any] = {"text": "sentence", "label": "label", "group": None}
+def rows_of(path: Path, **given: Any) -> list[tuple[str, int]]:
+    options: dict[str, Any] = {"text": "sentence", "label": "label", "group": None, **given}
     data = TextClassification(path.parent, path.name, None, num_clients=1, **options)
     data.setup()
     own: Any = data.train_set
@@ -242,6 +220,8 @@ def test_a_quote_is_text_in_a_tab_separated_file(tmp_path: Path) -> None:
     """As in GLUE's files, in which a line is a sample."""
     (tmp_path / "t.tsv").write_text('sentence\tlabel\n"a\t0\nb\t1\nc "d\t1\n"e"\t0\n')
     assert rows_of(tmp_path / "t.tsv") == [('"a', 0), ("b", 1), ('c "d', 1), ('"e"', 0)]
+    (tmp_path / "u.tsv").write_text('sentence\tlabel\n"a\tb"\t0\nb\t1\n')
+    assert rows_of(tmp_path / "u.tsv", quotes=True) == [("a\tb", 0), ("b", 1)]
 
 
 def test_long_cells_and_a_byte_order_mark_are_read(tmp_path: Path) -> None:
@@ -270,3 +250,214 @@ def test_half_a_character_is_replaced(tmp_path: Path) -> None:
     data.setup()
     train: Any = data.train_set
     assert decoded(train.x[0]) == "a?|"
+
+
+RECORDS: list[dict[str, Any]] = [
+    {"instruction": "Add 1 to {x}.", "input": "41", "output": "42", "who": "a"},
+    {"instruction": "Say hello.", "response": "héllo", "who": "b"},
+    {"instruction": "Name it.", "context": "", "answer": "it", "who": "a"},
+]
+
+
+def loaded(folder: Path, records: Any, lines: bool = True, **given: Any) -> InstructionTuning:
+    text = "\n".join(map(json.dumps, records)) if lines else json.dumps(records)
+    (folder / "train.json").write_text(text)
+    data = InstructionTuning(folder, "train.json", **{"num_clients": 1, "batch_size": 8, **given})
+    data.setup("fit")
+    return data
+
+
+def learned(data: InstructionTuning, row: int) -> tuple[str, str, bool]:
+    """The text of a record, what of it is learned, and whether the last of that is an end."""
+    x, y = data.train_set.x[row], data.train_set.y[row]
+    assert x.shape == y.shape and bool(((y == x) | (y == -1)).all())
+    asked = bytes(int(t) - 3 for t in x[x >= 3]).decode()
+    answer = bytes(int(t) - 3 for t in y[y >= 3]).decode()
+    return asked, answer, int(y[y >= 0][-1]) == 1
+
+
+@pytest.mark.parametrize("lines", [True, False])
+def test_answers_alone_are_learned(tmp_path: Path, lines: bool) -> None:
+    data = loaded(tmp_path, RECORDS, lines)
+    prompt = ALPACA_INPUT.replace("{instruction}", "Add 1 to {x}.").replace("{input}", "41")
+    assert learned(data, 0) == (prompt + "42", "42", True)
+    assert learned(data, 1) == (
+        ALPACA.replace("{instruction}", "Say hello.") + "héllo",
+        "héllo",
+        True,
+    )
+    assert learned(data, 2)[1] == "it"
+
+
+def test_all_tokens_but_the_first(tmp_path: Path) -> None:
+    data = loaded(tmp_path, RECORDS, template="Q: {instruction} A: ", response_only=False)
+    assert learned(data, 2) == ("Q: Name it. A: it", ": Name it. A: it", True)
+
+
+def test_what_does_not_fit_is_left_out(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="1 of 3 records have no answer within data.length 12"):
+        data = loaded(tmp_path, RECORDS, template="{instruction}{input}", length=12)
+    assert len(data.train_set.x) == 2 and data.train_set.x.shape[1] <= 12
+    with pytest.raises(UserError, match="has no record with an answer"):
+        loaded(tmp_path, RECORDS, length=3)
+
+
+def test_conversations(tmp_path: Path) -> None:
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Bye"},
+        {"role": "assistant", "content": "Ciao"},
+    ]
+    data = loaded(tmp_path, [{"messages": messages}])
+    text = "<|user|>\nHi<|assistant|>\nHello<|user|>\nBye<|assistant|>\nCiao"
+    assert learned(data, 0) == (text, "HelloCiao", True)
+    assert int((data.train_set.y[0] == 1).sum()) == 2 and int((data.train_set.x[0] == 1).sum()) == 4
+
+
+def test_a_field_names_the_client(tmp_path: Path) -> None:
+    data = loaded(tmp_path, RECORDS, group="who", num_clients=None)
+    assert data.client_names == ["a", "b"] and data.client_sizes().tolist() == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("records", "given", "says"),
+    [
+        (
+            [{"instruction": "x", "output": "a", "response": "b"}],
+            {},
+            "record 1, has output and response, which are names for the same text, but differ",
+        ),
+        ([{"instruction": "x"}], {}, "record 1, has instruction; accepted are"),
+        ([{"messages": "x"}], {}, "messages that are not a list"),
+        (["x"], {}, "has no records"),
+        (RECORDS, {"template": "x"}, "needs {instruction}"),
+        (RECORDS, {"group": "whom", "num_clients": None}, "has no 'whom'"),
+    ],
+)
+def test_other_records_are_refused(tmp_path: Path, records: Any, given: Any, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        loaded(tmp_path, records, **given)
+
+
+def test_records_may_be_given_themselves(tmp_path: Path) -> None:
+    """A list of dicts, or a Dataset of the library datasets, whose rows are dicts."""
+    from_file = loaded(tmp_path, RECORDS)
+    given = InstructionTuning(None, RECORDS, num_clients=1, batch_size=8)
+    given.setup("fit")
+    assert torch.equal(given.train_set.x, from_file.train_set.x)
+    assert torch.equal(given.train_set.y, from_file.train_set.y)
+    for wrong in ([], [1, 2]):
+        with pytest.raises(UserError, match="a list of dicts"):
+            InstructionTuning(None, wrong, num_clients=1).setup("fit")  # type: ignore[arg-type]
+
+
+def test_packed_rows_hold_a_clients_records_once(tmp_path: Path) -> None:
+    records = [{"instruction": f"say {k}", "output": "x" * k, "who": k % 2} for k in range(1, 9)]
+    given: dict[str, Any] = {"template": "{instruction}:", "group": "who"}
+    plain = loaded(tmp_path, records, num_clients=None, **given)
+    data = loaded(tmp_path, records, num_clients=None, length=16, pack=True, **given)
+    assert data.num_clients == 2
+    assert data.partition_hash == plain.partition_hash
+    for client in range(2):
+        own = plain.client_indices(client)
+        rows = data.client_indices(client)
+        text = torch.cat([row[row >= 0] for row in map(plain.train_set.x.__getitem__, own)])
+        packed = [row[row >= 0] for row in map(data.train_set.x.__getitem__, rows)]
+        assert torch.equal(torch.cat(packed), text)
+        assert [len(row) for row in packed[:-1]] == [16] * (len(packed) - 1)
+        targets = torch.cat([plain.train_set.y[i][plain.train_set.x[i] >= 0] for i in own])
+        wanted = [data.train_set.y[i][data.train_set.x[i] >= 0] for i in rows]
+        # A row's first token is predicted from nothing.
+        for number in range(len(wanted)):
+            targets[16 * number] = -1
+        assert torch.equal(torch.cat(wanted), targets)
+    assert data.client_sizes().tolist() == [len(data.client_indices(i)) for i in range(2)]
+
+
+def test_another_seed_packs_another_split(tmp_path: Path) -> None:
+    records = [{"instruction": f"say {k}", "output": "x" * k} for k in range(1, 9)]
+    sets = []
+    for seed in (0, 1):
+        data = loaded(tmp_path, records, num_clients=2, seed=seed, length=16, pack=True)
+        sets.append(data)
+    first, second = sets
+    assert first.partition_hash != second.partition_hash
+    # The same data module in a run of another seed.
+    first.seed = 1
+    first.setup("fit")
+    assert first.partition_hash == second.partition_hash
+    assert torch.equal(first.train_set.x, second.train_set.x)
+
+
+def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"pack is true.*val_fraction"):
+        loaded(tmp_path, RECORDS, pack=True, val_fraction=0.3)
+
+
+def test_a_batch_is_as_long_as_its_longest_text(tmp_path: Path) -> None:
+    records = [{"instruction": "x" * k, "output": "y"} for k in (3, 40, 5, 20, 8)]
+    data = loaded(tmp_path, records, template="{instruction}", batch_size=2)
+    texts = {int((row >= 0).sum()): row[row >= 0] for row in data.train_set.x}
+    for batches in (data.client_batches(0, 0, 3), (b for b, _ in data.full_batches(0))):
+        seen = 0
+        for x, y in batches:
+            assert x.shape == y.shape
+            assert bool((x >= 0).any(0).all()), "no column of padding alone"
+            for row in x:
+                assert torch.equal(row[row >= 0], texts[int((row >= 0).sum())])
+                seen += 1
+        assert seen == len(records)
+
+
+def test_the_types_of_a_pair_are_those_of_the_tokenizer(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="a tokenizer needs transformers")
+    from tests.helpers.texts import bert_folder
+
+    folder = bert_folder(tmp_path / "words")
+    data = TextClassification(multinli_files(tmp_path), tokenizer=folder, length=8, seed=0)
+    data.setup()
+    row = next(row for row in sentence_rows(110) if row["genre"] == GENRES[0])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    given = tokenizer(row["sentence1"], row["sentence2"], truncation=True, max_length=8)
+    x, _ = data.one_batch(0, 1)
+    assert x.shape == (1, 2, 8)
+    assert x[0].tolist() == [given["input_ids"], given["token_type_ids"]]
+    assert set(given["token_type_ids"]) == {0, 1}
+    single = TextClassification(tmp_path, text="sentence1", tokenizer=folder, length=8, seed=0)
+    single.setup()
+    assert single.one_batch(0, 1)[0].shape == (1, 8)
+
+
+CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|> {{ m.content }} </s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|> {% endif %}"
+)
+
+
+@pytest.mark.parametrize("puts_bos", [False, True])
+def test_records_begin_as_the_tokenizer_begins_a_text(tmp_path: Path, puts_bos: bool) -> None:
+    pytest.importorskip("transformers", reason="a tokenizer needs transformers")
+    from tests.helpers.texts import tokenizer_folder
+
+    folder = tokenizer_folder(tmp_path / "words", bos=puts_bos)
+    talk = [{"role": "user", "content": "king"}, {"role": "assistant", "content": "crown"}]
+    records = [{"instruction": "the king", "output": "good"}, {"messages": talk}]
+    given: dict[str, Any] = {"template": "{instruction}", "tokenizer": folder}
+    for bos, begins in ((None, puts_bos), (True, True), (False, False)):
+        data = loaded(tmp_path, records, bos=bos, **given)
+        for x, y in zip(data.train_set.x, data.train_set.y, strict=True):
+            assert (int(x[0]) == 0) == begins, "<s> is token 0"
+            assert 0 not in x[1:].tolist() + y.tolist()
+            assert int(y[y >= 0][-1]) == 2
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHAT}))
+    data = loaded(tmp_path, records, **given)
+    assert int(data.train_set.x[1][0]) != 0, "the chat template writes no <s>"
+    assert data.encoder is not None
+    assert data.train_set.x[1][data.train_set.x[1] >= 0].tolist() == data.encoder.chat(talk)
+
+
+def test_a_beginning_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.bos is true, and bytes have no token"):
+        loaded(tmp_path, RECORDS, bos=True)

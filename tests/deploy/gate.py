@@ -6,7 +6,6 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from fl_lightning.callback import Clients, FederatedCallback, Server
 
@@ -14,8 +13,7 @@ from fl_lightning.callback import Clients, FederatedCallback, Server
 class Gate(FederatedCallback):
     """Stays in the first local step of round t where ``folder`` has ``training.t``.
 
-    So does a server whose sites have all answered, where it has ``update.t``, and at the round's
-    end ``measured.t``, if it stands behind what measures.
+    So does a server whose sites have all answered, where it has ``update.t``.
 
     Args:
         clients: of the site that stays.
@@ -34,9 +32,6 @@ class Gate(FederatedCallback):
 
     def on_server_update(self, server: Server) -> None:
         self.stay(f"update.{server.round}")
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.stay(f"measured.{trainer.current_epoch}")
 
     def stay(self, name: str) -> None:
         reached = self.folder / f"{name}.reached"

@@ -16,6 +16,7 @@ from tests.deploy.test_in_memory import over_sites
 
 SHARES = {"north": [0], "south": [1], "west": [2]}
 LIAR, CLIENT = "south", 1
+SKIP = {"on_nonfinite": "skip"}
 Lie = Callable[[Message], Message | bytes | None]
 
 
@@ -25,6 +26,12 @@ def data() -> InMemoryDataModule:
     y = torch.from_numpy(rng.integers(0, 3, 24))
     clients = [np.arange(10), np.arange(10, 16), np.arange(16, 24)]
     return InMemoryDataModule((x, y), val=(x, y), clients=clients, batch_size=4)
+
+
+def data_with_tests() -> InMemoryDataModule:
+    made = data()
+    made.client_test_fraction = 0.25
+    return made
 
 
 OPTIONS: dict[str, Any] = {"participation": "all", "local_epochs": 1, "data": data}
@@ -64,13 +71,14 @@ def with_liar(
 
 
 class Without(SystemHeterogeneity):
-    """In the simulation, the liar's client drops out of these rounds."""
+    """In the simulation, these clients drop out of these rounds."""
 
-    def __init__(self, rounds: Sequence[int]) -> None:
+    def __init__(self, rounds: Sequence[int], clients: Sequence[int] = (CLIENT,)) -> None:
         super().__init__(dropout=0.5)
-        self.rounds = list(rounds)
+        self.rounds, self.clients = list(rounds), list(clients)
 
     def conditions(self, seed: int, m: int) -> Any:
         found = super().conditions(seed, m)
-        vars(found)["drops"] = lambda version, client: version in self.rounds and client == CLIENT
+        mine = self.rounds, self.clients
+        vars(found)["drops"] = lambda version, i: version in mine[0] and i in mine[1]
         return found

@@ -1,26 +1,34 @@
-"""Runs whose sites answer as they once did, for many runs with one wrong answer each."""
+"""Runs whose sites answer as they once did, for many runs with one wrong answer each.
+
+They are rounds of one fit, which is put back to before its first round: a whole fit takes some five
+times as long as its rounds.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytorch_lightning as pl
 import torch
+from torch import Tensor
 
 from fl_lightning import FederatedModule
 from fl_lightning.deploy import at_server, register, sites_engine
 from fl_lightning.deploy.at_server import AtServer
-from fl_lightning.deploy.transport import MAGIC, InMemoryTransport, Message, opened, packed
-from tests.deploy.held_fits import HeldFit
+from fl_lightning.deploy.transport import MAGIC, InMemoryTransport, Message, packed, unpacked
+from fl_lightning.storage.client_rows import ClientRows
+from fl_lightning.storage.client_store import ClientStore
 from tests.deploy.liars import OPTIONS, SHARES
-from tests.deploy.test_in_memory import over_sites
+from tests.deploy.test_in_memory import over_sites, trained
 
 Place = tuple[str, int]  # the kind of an answer, and its round; -1: before round 0
 Change = Callable[[bytes], bytes]
@@ -44,6 +52,67 @@ class Left:
         tensors = {"w": module.global_vector, **dict(module.learner.named_buffers())}
         tensors |= {f"server state {key}": each for key, each in module.server_states.items()}
         return cls({key: each.detach().clone() for key, each in tensors.items()}, [*module.notes])
+
+
+class Stopped(Exception):
+    """The fit is where it has to stop."""
+
+
+class Stop(pl.Callback):
+    """The last callback of a fit, which ends it before its first round."""
+
+    trainer: Any
+    module: Any
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.trainer, self.module = trainer, pl_module
+        raise Stopped
+
+
+class HeldFit:
+    """A fit of two rounds with these callbacks, before the first of them.
+
+    ``trainer``, ``module``, ``loop``: its Trainer, module, and loop of rounds.
+    """
+
+    def __init__(self, callbacks: Sequence[Any], **options: Any) -> None:
+        stop = Stop()
+        with suppress(Stopped):
+            trained([*callbacks, stop], 2, [], **options)
+        self.trainer, self.module = stop.trainer, stop.module
+        self.loop = self.module.run.loop
+        self.callbacks = list(self.trainer.callbacks)
+        self.put_back = self.put_back_to()
+
+    def put_back_to(self) -> Callable[[], None]:
+        """Return a function that puts the fit back to the present place, without clients' rows."""
+        run, model = self.module.run, self.loop.model
+        objects = [run, self.loop, self.loop.state, self.loop.cohort, self.module.logged]
+        kept = [(each, _copied(vars(each))) for each in [*objects, *run.methods.callbacks]]
+        start = model.w.detach().clone(), {n: b.clone() for n, b in model.buffers().items()}
+
+        def put_back() -> None:
+            for each, values in kept:
+                vars(each).clear()
+                vars(each).update(_copied(values))
+            self.loop.state.rows = ClientRows(ClientStore())
+            model.move_to(start[0], None, start[1])
+            self.trainer.callbacks = [*self.callbacks]
+            self.trainer.callback_metrics.clear()
+
+        return put_back
+
+
+def _copied(values: dict[str, Any]) -> dict[str, Any]:
+    """Return attributes of an object: its collections and tensors are copied, and the rest not."""
+    found = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            value = value.detach().clone()
+        elif type(value) in (list, dict, set):
+            value = copy.copy(value)
+        found[name] = value
+    return found
 
 
 class Recording:
@@ -75,7 +144,7 @@ class Recording:
         """
         for key, answer in self.answers.items():
             if key[1][0] == "here":
-                message = opened(answer, key[0])
+                message = unpacked(answer, key[0])
                 message.numbers["own"] = 1
                 numbers = (
                     message.arrays[name].tolist() for name in ("clients", "sizes", "batches")
@@ -146,13 +215,13 @@ class Replays:
     def send(self, messages: list[Message]) -> None:
         for message in messages:
             at = message.site, place_of(message)
-            answer = opened(self.answers[at], message.site)
+            answer = unpacked(self.answers[at], message.site)
             answer.numbers["question"] = message.numbers["question"]
             data = packed(answer)
             if at == self.lie and not self.changed:
                 self.changed = True
                 data = self.change(data)
-            self.due.append(opened(data, message.site))
+            self.due.append(unpacked(data, message.site))
 
     def receive(self, timeout: float) -> list[Message]:
         came, self.due = self.due, []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,15 @@ import torch
 
 from fl_lightning import Base, FederatedCallback, FederatedModule, InMemoryDataModule
 from fl_lightning import callbacks as c
-from fl_lightning.deploy.at_server import AtServer
-from fl_lightning.deploy.transport import InMemoryTransport, Post
-from tests.deploy.test_in_memory import Broken, Restarted, check_same, over_sites, site, trained
+from fl_lightning.deploy.transport import InMemoryTransport
+from tests.deploy.test_in_memory import (
+    KilledOnce,
+    Restarted,
+    check_same,
+    over_sites,
+    sent_bytes,
+    trained,
+)
 from tests.helpers.low_rank import Adapted, LowRank
 
 SIZES = [5, 9, 4, 12, 7, 10, 3]
@@ -182,39 +187,9 @@ def test_sites_that_forget_everything_are_sent_what_they_lack(name: str, tmp_pat
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_site_that_is_killed_before_it_answers(name: str, tmp_path: Path) -> None:
-    killed = []
-
-    def wrap(site: str, post: Post) -> Post:
-        if site == "south" and not killed:
-            killed.append(site)
-            return Broken(post, at=1)
-        return post
-
+    wrap = KilledOnce(at=1)
     both(METHODS[name], tmp_path, wrap=wrap, participation="all", learner=Larger)
-    assert killed == ["south"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("back", [0, 1])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_server_that_is_started_again(name: str, back: int, tmp_path: Path) -> None:
-    """``back``: rounds that the sites are ahead of its checkpoint. Sites stay, or begin anew."""
-
-    def counted() -> list[Any]:
-        return [*METHODS[name](), c.CommunicationLogger()]
-
-    ours: list[dict[str, float]] = []
-    simulated = trained(counted(), 4, ours, **{**OPTIONS, "learner": Larger})
-    sites, path = tmp_path / "sites", tmp_path / "last.ckpt"
-    options = {**OPTIONS, "learner": Larger, "shares": SHARES, "timeout": 60}
-    over_sites(counted, sites, rounds=3 - back, save=path, **options)
-    if back:
-        over_sites(counted, sites, rounds=3, resume=path, **options)
-    over, theirs, _ = over_sites(counted, sites, rounds=4, resume=path, **options)
-    check_same(simulated, over, sites)
-    for weight, value in simulated.base.items():
-        assert torch.equal(value, over.base[weight]), weight
-    assert theirs[-1] == ours[-1]
+    assert wrap.killed == ["south"]
 
 
 def test_a_second_server_does_not_take_the_sites_for_new(tmp_path: Path) -> None:
@@ -223,19 +198,20 @@ def test_a_second_server_does_not_take_the_sites_for_new(tmp_path: Path) -> None
     path = tmp_path / "last.ckpt"
     methods = METHODS["fedex"]
     simulated = trained(methods(), 4, [], **options)
-    serving = {
-        name: partial(site, SHARES[name], tmp_path / name, methods, options) for name in SHARES
-    }
-    transport = InMemoryTransport(serving)
+    left: list[InMemoryTransport] = []
+
+    def carrier(serving: Any) -> InMemoryTransport:
+        left.append(left[0] if left else InMemoryTransport(serving))
+        return left[0]
 
     def server(rounds: int, **more: Any) -> FederatedModule:
-        at = AtServer(transport, run=7, timeout=60, min_sites=3)
-        return trained([*methods(), at], rounds, [], **options, **more)
+        given = {"carrier": carrier, "shares": SHARES, "timeout": 60, "close": False, **options}
+        return over_sites(methods, tmp_path / "sites", rounds=rounds, **given, **more)[0]
 
     server(2, save=path)
     server(3, resume=path)
     over = server(4, resume=path)
-    transport.close()
+    left[0].close()
     assert torch.equal(simulated.global_vector, over.global_vector)
     for name, value in simulated.base.items():
         assert torch.equal(value, over.base[name]), name
@@ -268,12 +244,7 @@ def test_messages_take_what_the_logger_counts(name: str, tmp_path: Path) -> None
     shares = {str(i): [i] for i in range(len(SIZES))}
     options = {**OPTIONS, "learner": Wide, "shares": shares}
     _, metrics, carried = over_sites(counted, tmp_path, rounds=4, **options)
-    for way in ("down", "up"):
-        sent = sum(
-            size
-            for where, _, what, size in carried.array_bytes
-            if where == way and what in ("round", "trained")
-        )
+    for way, sent in sent_bytes(carried).items():
         counts = metrics[-1][f"communication/{way}_bytes"]
         if (name, way) == ("rolora", "down"):
             # B is 0 at first, and zeros do not travel.

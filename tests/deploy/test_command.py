@@ -5,20 +5,21 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from multiprocessing import AuthenticationError
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fl_lightning.__main__ import main
-from fl_lightning.deploy.flower import link
-from fl_lightning.deploy.flower.app_settings import AppSettings, NodeSettings
+from fl_lightning.deploy.flower import resident
+from fl_lightning.deploy.flower.app import AppSettings, NodeSettings
 from fl_lightning.deploy.flower.client import Resident
-from fl_lightning.deploy.flower.serve_site import SiteLimits, own_data, serve
+from fl_lightning.deploy.flower.serve_site import FEWEST_SAMPLES, own_data, serve
 from fl_lightning.deploy.transport import Message, packed, said, unpacked, words
 from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.compose import Command, parse_yaml
-from fl_lightning.models import ImageClassifier
 
 
 def test_an_app_has_the_composed_config_and_two_files_of_five_lines(
@@ -40,14 +41,6 @@ def test_an_app_has_the_composed_config_and_two_files_of_five_lines(
         assert f"from fl_lightning.deploy.flower import {end}" in statements
         assert len(statements) == 6
     assert "@" not in (folder / "README.md").read_text("utf-8")
-
-
-def test_an_app_keeps_strict_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    given = ["base", "data/digits", "--model.strict_resume", "false"]
-    assert main(["deploy", "flower", *given, "--out", "app"]) == 0
-    config = parse_yaml((tmp_path / "app" / "config.yaml").read_text("utf-8"))
-    assert config["model"]["strict_resume"] is False
 
 
 @pytest.mark.parametrize(
@@ -83,31 +76,25 @@ def test_what_is_mistyped_is_one_paragraph_and_writes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("settings", "given", "said"),
     [
-        ({"folder": "a"}, "give either clients="),
-        ({"clients": "0", "site": "s.yaml", "folder": "a"}, "given are clients='0' and site="),
-        ({"clients": "0,3"}, "folder=.* is missing"),
-        ({"clients": True, "folder": "a"}, "clients=True: give text"),
+        (NodeSettings, {"folder": "a"}, "give either clients="),
+        (NodeSettings, {"clients": "0", "site": "s.yaml", "folder": "a"}, "are clients='0' and si"),
+        (NodeSettings, {"clients": "0,3"}, "folder=.* is missing"),
+        (AppSettings, {"timeout": 0}, "timeout=0 is not accepted; it has to be a number from 1"),
+        (
+            AppSettings,
+            {"min-sites": True},
+            "min-sites=True is not accepted; it has to be a number from 1",
+        ),
+        (AppSettings, {"rounds": "3"}, "rounds='3' is not accepted; it has to be a number from 1"),
     ],
 )
-def test_settings_of_a_node_are_checked(given: dict[str, object], said: str) -> None:
+def test_settings_of_nodes_and_runs_are_checked(
+    settings: Callable[[object], object], given: dict[str, object], said: str
+) -> None:
     with pytest.raises(UserError, match=said):
-        NodeSettings(given)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"timeout": 0}, "timeout=0: give seconds above 0"),
-        ({"min-sites": 0}, "min-sites=0: give at least 1"),
-        ({"rounds": "3"}, "rounds='3': accepted is a whole number"),
-        ({"folder": 3}, "folder=3: accepted is a folder's name"),
-    ],
-)
-def test_settings_of_a_run_are_checked(given: dict[str, object], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        AppSettings(given)
+        settings(given)
 
 
 OWN = "client: 1\ndata:\n  class_path: Digits\n  init_args: {num_clients: 3, batch_size: 4}\n"
@@ -117,29 +104,22 @@ def test_a_site_with_data_of_its_own_is_one_client_of_them(tmp_path: Path) -> No
     path = tmp_path / "site.yaml"
     path.write_text(OWN, "utf-8")
     prepared = Command(config={"data": {"class_path": "FromTable", "init_args": {"test": 0.5}}})
-    assert own_data(prepared, path) == (1, SiteLimits())
+    assert own_data(prepared, path) == ([1], FEWEST_SAMPLES)
     assert prepared.config["data"] == {"class_path": "Digits", "init_args": {"batch_size": 4}}
     path.write_text(f"{OWN}fewest_samples: 0\n", "utf-8")
-    assert own_data(prepared, path) == (1, SiteLimits(fewest_samples=0))
-    path.write_text(f"{OWN}most_rounds: 5\n", "utf-8")
-    assert own_data(prepared, path) == (1, SiteLimits(most_rounds=5))
+    assert own_data(prepared, path) == ([1], 0)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         (None, "this file cannot be read"),
-        (
-            "data: Digits",
-            r"it holds data; accepted are two keys: client \(this site's number\) and data",
-        ),
-        (OWN.replace("1", "one"), "client is 'one'; give this site's number"),
-        (OWN.replace("1", "-1"), "client is -1; give this site's number"),
-        (f"{OWN}fewest_samples: -1", "fewest_samples is -1; give a whole number"),
-        (f"{OWN}fewest_samples: yes", "fewest_samples is True; give a whole number"),
-        (f"{OWN}most_rounds: 0", "most_rounds is 0; give the number of rounds"),
-        (f"{OWN}fewest_sample: 3", "it holds client, data, fewest_sample; accepted are two keys"),
-        ("- 3", "it holds something else"),
+        ("data: Digits", r"it needs two keys, and has data: client \(this site's number: 0, 1"),
+        (OWN.replace("1", "one"), "client='one' is not accepted; it has to be an integer from 0"),
+        (OWN.replace("1", "-1"), "client=-1 is not accepted"),
+        (f"{OWN}fewest_samples: yes", "fewest_samples=True is not accepted"),
+        (f"{OWN}fewest_sample: 3", "it needs two keys, and has .*fewest_sample"),
+        ("- 3", "it needs two keys, and has none"),
     ],
 )
 def test_what_is_wrong_in_a_site_yaml_is_told(text: str | None, said: str, tmp_path: Path) -> None:
@@ -151,16 +131,18 @@ def test_what_is_wrong_in_a_site_yaml_is_told(text: str | None, said: str, tmp_p
     assert str(path) in str(error.value)
 
 
-class Asked:
-    """A post with one message: the server's first, whose table has three columns."""
+class Asks:
+    """A post with these messages, and the answers to them."""
+
+    def __init__(self, *asked: Message) -> None:
+        self.asked = [*asked]
+        self.told: list[str] = []
 
     def take(self) -> Message | None:
-        names = {"column_names": words("age\nsize\ndose"), "class_names": words("0\n1")}
-        shape = np.asarray([3], np.int64)
-        return Message("hello", "1", {"run": 1, "m": 3}, {"shape": shape, **names})
+        return self.asked.pop(0) if self.asked else None
 
     def give(self, answer: Message) -> None:
-        raise AssertionError(answer)
+        self.told.append(said(answer.arrays["text"]) if "text" in answer.arrays else answer.what)
 
 
 @pytest.mark.slow
@@ -173,9 +155,9 @@ class Asked:
         ),
         (
             "age,size,dose,more",
-            "columns have more, which the server's do not: the run identifies them",
+            "columns have 1 that the server's do not: the run identifies them by their positions",
         ),
-        ("age,pulse", "columns lack size, dose, which the server's have, and have pulse, which"),
+        ("age,pulse", "columns lack size, dose, which the server's have, and have 1 that"),
         ("age,dose,size", "columns are age, dose, size, and the server's age, size, dose: the run"),
     ],
 )
@@ -194,42 +176,29 @@ def test_columns_that_a_site_lacks_or_has_too_many_are_named(
     Path("site.yaml").write_text("client: 1\n" + data.replace("{}", "site"), "utf-8")
     Path("study.yaml").write_text(data.replace("{}", "server"), "utf-8")
     assert main(["deploy", "flower", "base", "study.yaml", "--out", "app"]) == 0
+    names = {"column_names": words("age\nsize\ndose"), "class_names": words("0\n1")}
+    hello = Message("hello", "1", {"run": 1, "m": 3}, {"shape": np.asarray([3]), **names})
     with pytest.raises(UserError, match=said):
-        serve(Path("app"), Path("rows"), "", Path("site.yaml"), 1, Asked())
-
-
-class Asks:
-    """A post with a hello and two rounds, each of which sets one number of the learner."""
-
-    def __init__(self) -> None:
-        own = {"run": 1, "round": 0, "epoch": 0, "steps": 0, "max_epochs": 2, "whole": 1}
-        arrays = {"mine": np.asarray([1]), "counted": np.asarray([-1])}
-        self.asked = [Message("hello", "1", {"run": 1, "m": 3})]
-        for name in ("heat", "cold"):
-            numbers = {**own, "total_weight": 1.0, f"learner/{name}": 2.0}
-            self.asked.append(Message("round", "1", numbers, arrays))
-        self.told: list[str] = []
-
-    def take(self) -> Message | None:
-        return self.asked.pop(0) if self.asked else None
-
-    def give(self, answer: Message) -> None:
-        self.told.append(said(answer.arrays["text"]) if "text" in answer.arrays else answer.what)
+        serve(Path("app"), Path("rows"), "", Path("site.yaml"), 1, Asks(hello))
 
 
 @pytest.mark.slow
-def test_a_number_that_the_learner_s_class_names_may_be_set(
+def test_a_node_holds_the_clients_of_its_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ImageClassifier, "sent_to_sites", ("heat",), raising=False)
     assert main(["deploy", "flower", "base", "--data.num_clients", "3", "--out", "app"]) == 0
-    post = Asks()
+    own = {"run": 1, "round": 0, "epoch": 0, "steps": 0, "max_epochs": 2, "total_weight": 1.0}
+    arrays = {"mine": np.asarray([1]), "counted": np.asarray([-1])}
+    asked = [Message("round", "1", {**own, "question": 8}, arrays) for _ in range(2)]
+    post = Asks(asked[0], Message("hello", "1", {"run": 1, "m": 3}), asked[1])
+    Path("rows").mkdir()
     serve(Path("app"), Path("rows"), "1", None, 2, post)
-    here, heat, cold = post.told
-    assert here == "here"
-    # The message has no model, which the site checks after the learner's numbers.
-    assert "the field w " in heat and "the server asks for another cold" in cold
+    lost, here, model = post.told
+    # Its data are not compared before it is greeted. The message has no model.
+    assert (lost, here) == ("lost", "here") and "the field w is missing" in model
+    with pytest.raises(UserError, match="clients='1;2': give client IDs with commas"):
+        serve(Path("app"), Path("rows"), "1;2", None, 2, Asks(Message("hello")))
 
 
 @pytest.mark.slow
@@ -245,7 +214,7 @@ def test_why_the_process_of_a_site_ends_is_told(tmp_path: Path) -> None:
     place = str(tmp_path / "away.yaml")
     settings = NodeSettings({"site": place, "folder": str(tmp_path / "rows")})
     asked = packed(Message("hello", numbers={"run": 1, "m": 3}))
-    with pytest.raises(UserError, match=r"UserError in serve_site\.py") as error:
+    with pytest.raises(UserError, match=r"UserError in compose\.py") as error:
         Resident(tmp_path, settings, 1).ask(asked)
     assert str(tmp_path / "rows" / "site.log") in str(error.value)
     assert "\n" not in str(error.value)
@@ -253,9 +222,9 @@ def test_why_the_process_of_a_site_ends_is_told(tmp_path: Path) -> None:
 
 NOTES_ROUNDS = """
 from pathlib import Path
-from fl_lightning.models import ImageClassifier
+from fl_lightning.models import Classifier
 
-class Noting(ImageClassifier):
+class Noting(Classifier):
     def configure_optimizers(self):
         Path(__file__).with_name("noted").write_text(str(self.trainer.max_epochs))
         return super().configure_optimizers()
@@ -281,5 +250,5 @@ def test_a_schedule_at_a_site_has_the_rounds_of_the_run(
             assert unpacked(answer, "0").what == "here"
             assert (tmp_path / "app" / "noted").read_text() == str(rounds)
     finally:
-        with link.connect(tmp_path / "rows") as connection:
-            connection.sendall(bytes(link.KEY_BYTES))  # another's key ends the process
+        with pytest.raises((AuthenticationError, EOFError)):
+            resident.connect(tmp_path / "rows", b"another's key ends the process")

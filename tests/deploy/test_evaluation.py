@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +21,18 @@ from fl_lightning.callbacks import (
     ProximalPersonalModel,
     RelaxedInitialization,
 )
-from fl_lightning.deploy.at_server import AtServer
-from fl_lightning.deploy.site import AtSite, Ended
 from fl_lightning.deploy.site_data import as_one_client
-from fl_lightning.deploy.transport import InMemoryTransport, Message, Post
+from fl_lightning.deploy.transport import InMemoryTransport, Message
 from tests.deploy.test_in_memory import (
     SHARES,
     SIZES,
-    Broken,
+    KilledOnce,
     Learner,
     Restarted,
     check_same,
     federated_als,
+    losing,
     over_sites,
-    site,
     trained,
 )
 
@@ -143,35 +139,16 @@ def test_clients_are_measured_as_in_the_simulation(
     check_same(simulated, over, sites, whole=name != "fedals")
 
 
-@pytest.mark.parametrize("name", ["fedals", "own buffers", "ditto"])
-def test_a_resumed_run_goes_on_with_the_same_table(name: str, tmp_path: Path) -> None:
-    methods, given = CASES[name]
-    options = {**OPTIONS, **given}
-    trained(methods(), 4, [], root=tmp_path / "simulated", **options)
-    sites, run, path = tmp_path / "sites", tmp_path / "over", tmp_path / "over" / "last.ckpt"
-    over_sites(methods, sites, rounds=3, root=run, save=path, **options)
-    over_sites(methods, sites, rounds=4, root=run, resume=path, **options)
-    same_files(tmp_path / "simulated", run)
-
-
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_site_that_is_killed_while_it_measures_is_asked_again(at: int, tmp_path: Path) -> None:
     methods, options = CASES["fedals"][0], OPTIONS
-    killed: list[str] = []
-
-    def wrap(name: str, post: Post) -> Post:
-        if name == "south" and not killed:
-            killed.append(name)
-            return Broken(post, at, "evaluated")
-        return post
-
+    wrap = KilledOnce(at, "evaluated")
     simulated = trained(methods(), 4, [], root=tmp_path / "simulated", **options)
     sites, run = tmp_path / "sites", tmp_path / "over"
     over, _, carried = over_sites(methods, sites, rounds=4, wrap=wrap, root=run, **options)
     same_files(tmp_path / "simulated", run)
     check_same(simulated, over, sites, whole=False)
-    asked = [what for way, to, what, _ in carried.array_bytes if (way, to) == ("down", "south")]
-    assert killed == ["south"] and asked.count("hello") == 2
+    wrap.check(carried)
 
 
 class Gone(Exception):
@@ -204,17 +181,19 @@ def test_a_server_that_is_killed_after_its_question_goes_on_from_the_round_befor
     simulated = trained(methods(), 4, [], root=tmp_path / "simulated", **options)
     sites, run, path = tmp_path / "sites", tmp_path / "over", tmp_path / "over" / "last.ckpt"
 
-    def serve(name: str, post: Post) -> None:
-        site(SHARES[name], sites / name, methods, options, post)
+    left: list[Kills] = []
 
-    transport = Kills({name: partial(serve, name) for name in SHARES})
+    def carrier(serving: Any) -> Kills:
+        """The sites of the first server, which live on."""
+        left.append(left[0] if left else Kills(serving))
+        return left[0]
 
     def fit(rounds: int, **more: Any) -> FederatedModule:
-        at = AtServer(transport, run=7, timeout=60, min_sites=3)
-        return trained([*methods(), at], rounds, [], root=run, **more, **options)
+        given = {"carrier": carrier, "timeout": 60, "root": run, "close": False, **options}
+        return over_sites(methods, sites, rounds=rounds, **given, **more)[0]
 
     def killed(t: int) -> None:
-        transport.ends_at = "evaluated", t
+        left[0].ends_at = "evaluated", t
         with pytest.raises(Gone):
             fit(4, resume=path)
 
@@ -224,36 +203,28 @@ def test_a_server_that_is_killed_after_its_question_goes_on_from_the_round_befor
     fit(3, resume=path, save=path)
     killed(3)
     over = fit(4, resume=path)
-    transport.close()
+    left[0].close()
     same_files(tmp_path / "simulated", run)
     check_same(simulated, over, sites, whole=name != "fedals")
 
 
+def deaf(message: Message) -> bool:
+    """A site does not hear that it is to measure round 1."""
+    asked = message.what == "evaluate" and message.site == "south"
+    return asked and message.numbers["round"] == 1
+
+
 def test_clients_whose_site_is_away_are_left_out_of_the_round_and_told(tmp_path: Path) -> None:
     methods, _ = CASES["fedals"]
-
-    def serve(name: str, post: Post) -> None:
-        site(SHARES[name], tmp_path / name, methods, OPTIONS, post)
-
-    transport = InMemoryTransport({name: partial(serve, name) for name in SHARES})
-    asked = []
-
-    def away(message: Message) -> bool:
-        if message.what == "evaluate" and message.site == "south":
-            asked.append(message.numbers["round"])
-            return message.numbers["round"] == 1
-        return False
-
-    transport.swallows = away
-    at = AtServer(transport, run=7, timeout=20, min_sites=3)
-    over = trained([*methods(), at], 3, [], root=tmp_path / "over", **OPTIONS)
-    transport.close()
+    root = tmp_path / "over"
+    options = {"timeout": 20, "rounds": 3, "carrier": losing(deaf), "root": root, **OPTIONS}
+    over, _, _ = over_sites(methods, tmp_path / "sites", **options)
     notes = [note for note in over.notes if "left out of clients/" in note]
     assert notes == [
         "round 1: clients [1, 2, 7] are left out of clients/…: their sites did not answer within "
         "timeout=20 s"
     ]
-    lines = (tmp_path / "over" / "clients_rounds.csv").read_text("utf-8").split()[1:]
+    lines = (root / "clients_rounds.csv").read_text("utf-8").split()[1:]
     rows = [tuple(map(int, line.split(",")[:2])) for line in lines]
     there = [0, 3, 4, 5, 6, 8]
     expected = {(t, i) for t in (0, 2) for i in range(9)} | {(1, i) for i in there}
@@ -277,40 +248,11 @@ def own_data(client: int, tested: bool = True) -> InMemoryDataModule:
     return made
 
 
-def all_data() -> InMemoryDataModule:
-    """The same samples as three clients of one table; client 1 has none to test on."""
-    trains, tests = [], []
-    for client in range(3):
-        made = own_data(client, client != 1)
-        made.setup("fit")
-        trains.append([part[made.client_indices(client)] for part in table_of(client)])
-        own = made.client_test_indices(client)
-        table = table_of(client) if client != 2 else table_of(5)
-        tests.append([part[own - 20 * (client == 2)] for part in table])
-
-    def joined(tables: list[Any]) -> tuple[Any, list[Any]]:
-        ends = np.cumsum([len(y) for _, y in tables])
-        lists = np.split(np.arange(ends[-1]), ends[:-1])
-        return tuple(torch.cat(parts) for parts in zip(*tables, strict=True)), lists
-
-    train, clients = joined(trains)
-    test, test_clients = joined(tests)
-    given = {"clients": clients, "test": test, "test_clients": test_clients}
-    return InMemoryDataModule(train, batch_size=4, **given)
-
-
-def over_own(
-    methods: Methods, folder: Path, tested: Callable[[int], bool], **options: Any
-) -> FederatedModule:
+def over_own(methods: Methods, folder: Path, tested: Callable[[int], bool]) -> FederatedModule:
     """A run over three sites with data of their own."""
 
-    def serve(client: int, post: Post) -> None:
-        def own() -> InMemoryDataModule:
-            return own_data(client, tested(client))
-
-        with suppress(Ended):
-            at = AtSite(post, [client], folder / str(client), own=True)
-            trained([*methods(), at], 1, [], data=own, learner=Scored, participation="all")
+    def at_site(name: str) -> dict[str, Any]:
+        return {"own": True, "data": lambda: own_data(int(name), tested(int(name)))}
 
     def others() -> InMemoryDataModule:
         # The server's own samples are nobody's.
@@ -318,26 +260,18 @@ def over_own(
         made.client_names = ["a", "b", "c"]
         return made
 
-    transport = InMemoryTransport({str(i): partial(serve, i) for i in range(3)})
-    at = AtServer(transport, run=7, min_sites=3)
-    given = {"data": others, "learner": Scored, "participation": "all", **options}
-    try:
-        return trained([*methods(), at], 2, [], **given)
-    finally:
-        transport.close()
+    options = {"data": others, "learner": Scored, "participation": "all", "rounds": 2}
+    shares = {str(i): [i] for i in range(3)}
+    return over_sites(methods, folder, shares, at_site=at_site, **options)[0]
 
 
 def test_sites_with_data_of_their_own_test_on_what_they_hold_out(tmp_path: Path) -> None:
     methods = measured_by(lambda: [ProximalPersonalModel()])
-    options = {"data": all_data, "learner": Scored, "participation": "all"}
-    simulated = trained(methods(), 2, [], **options)
-    over = over_own(methods, tmp_path, lambda client: client != 1)
-    found = evaluation_of(over)
+    found = evaluation_of(over_own(methods, tmp_path, lambda client: client != 1))
     assert found.samples == {0: 6, 1: 0, 2: 6}
-    assert found.table == evaluation_of(simulated).table
     assert {*found.table["quality"]} == {0, 2}
     # Names of the server's clients are nobody's.
-    assert found.csv().splitlines()[0] == "client,samples,loss,quality,share"
+    assert list(found.table) == ["loss", "quality", "share"] and not found.names
 
 
 def test_a_run_without_test_samples_at_any_site_is_refused_before_round_0(tmp_path: Path) -> None:

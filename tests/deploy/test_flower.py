@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 
 from fl_lightning.__main__ import main
-from fl_lightning.deploy.flower.certificates import node_keys
-from tests.deploy.flower_keys import NGINX, KeyedFederation
-from tests.deploy.flower_processes import Federation
-from tests.deploy.flower_runs import THREE, Study
-from tests.deploy.test_audit import lines_of
+from tests.deploy.flower_runs import NGINX, THREE, Federation, KeyedFederation, Study
+from tests.deploy.test_what_leaves import lines_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -86,7 +83,7 @@ def test_an_answer_of_a_message_s_own_process_is_noted_too(
     federation.node("north", 'site="away.yaml"')
     over = federation.run(tmp_path / "app", folder="over", rounds=1, min_sites=1)
     federation.wait("the end of the run", lambda: over.poll() is not None, 600)
-    assert "UserError in serve_site.py" in federation.log("run")
+    assert "UserError in compose.py" in federation.log("run")
     (line,) = lines_of(tmp_path / "north")
     assert (line["asked"], line["answer"]) == ("something else", "failed")
     assert line["fields"].startswith("user 1; text ")
@@ -112,7 +109,8 @@ def test_through_the_proxy_a_stranger_registers_no_key_and_starts_no_app(tmp_pat
     """He has the address and the authority's certificate. At the server the commands work."""
     app, key = str(tmp_path / "app"), tmp_path / "own.pub"
     assert main(["deploy", "flower", "base", "data/digits", "--out", app]) == 0
-    key.write_bytes(node_keys()[1])
+    other = KeyedFederation(tmp_path / "other").keys / "server" / "site-1.pub"
+    key.write_bytes(other.read_bytes())
     keyed = KeyedFederation(tmp_path)
     try:
         keyed.link()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,12 @@ import pytest
 import torch
 
 from fl_lightning import FederatedModule, InMemoryDataModule, UserError
-from fl_lightning.deploy.at_server import AtServer
-from fl_lightning.deploy.site import AtSite, Ended
+from fl_lightning.deploy import register
 from fl_lightning.deploy.site_data import Everything
-from fl_lightning.deploy.transport import InMemoryTransport, Message, Post
-from tests.deploy.test_in_memory import METHODS, check_same, trained
+from fl_lightning.deploy.transport import InMemoryTransport, Message, Post, words
+from fl_lightning.round.client_schedule import ClientSchedule
+from tests.deploy.liars import SKIP, Liar, Without, with_liar
+from tests.deploy.test_in_memory import METHODS, Learner, check_same, over_sites, trained
 
 pytestmark = pytest.mark.slow
 LISTS = [np.arange(10), np.arange(10, 16), np.arange(16, 36)]
@@ -38,32 +38,22 @@ def over_own(
     methods: Callable[[], list[Any]],
     folder: Path,
     lists: Sequence[Any] = LISTS,
-    carrier: type[InMemoryTransport] = InMemoryTransport,
-    rounds: int = 3,
-    min_sites: int = 1,
     rows: Callable[[int], InMemoryDataModule] | None = None,
-    others: Callable[[], InMemoryDataModule] = OTHERS,
     **options: Any,
 ) -> FederatedModule:
     """A run over sites with data of their own.
 
-    The server's own samples, ``others``, are trained on by no client.
+    The server's own samples, ``OTHERS``, are trained on by no client.
     """
 
-    def serve(client: int, post: Post) -> None:
-        def own() -> InMemoryDataModule:
-            return table(lists[client], partition=Everything(3)) if rows is None else rows(client)
+    def at_site(name: str) -> dict[str, Any]:
+        i = int(name)
+        data = partial(table, lists[i], partition=Everything(3)) if rows is None else None
+        return {"own": True, "data": data or partial(rows, i)}
 
-        with suppress(Ended):
-            at = AtSite(post, [client], folder / str(client), own=True)
-            trained([*methods(), at], 1, [], data=own, **OWN)
-
-    transport = carrier({str(i): partial(serve, i) for i in range(3)})
-    at = AtServer(transport, run=7, min_sites=min_sites)
-    try:
-        return trained([*methods(), at], rounds, [], data=others, **OWN, **options)
-    finally:
-        transport.close()
+    given = {"rounds": 3, "min_sites": 1, "data": OTHERS, "at_site": at_site, **OWN, **options}
+    module, _, _ = over_sites(methods, folder, {str(i): [i] for i in range(3)}, **given)
+    return module
 
 
 @pytest.mark.parametrize("min_sites", [1, 3])
@@ -152,56 +142,110 @@ def test_a_process_that_starts_again_with_other_columns_is_refused(
 
     told = "site 1: client 1: this site's columns are c, b, a, and the server's a, b, c"
     with pytest.raises(UserError, match=told):
-        over_own(lambda: [], tmp_path, carrier=again, rows=named, others=of_server)
+        over_own(lambda: [], tmp_path, carrier=again, rows=named, data=of_server)
 
 
-def test_data_of_other_classes_are_refused(tmp_path: Path) -> None:
-    def serve(post: Post) -> None:
-        def own() -> InMemoryDataModule:
-            samples = (torch.zeros(20, 3), torch.arange(20) % 2)
-            return InMemoryDataModule(samples, batch_size=4, partition=Everything(9))
-
-        with suppress(Ended):
-            trained([AtSite(post, [0], tmp_path / "odd", own=True)], 1, [], data=own)
-
-    transport = InMemoryTransport({"odd": serve})
-    with pytest.raises(UserError, match="site odd: its data have 2 classes, and the server's 3"):
-        trained([AtServer(transport, run=7)], 1, [])
-    transport.close()
+def named(own: bool, names: str, kind: str = "class_names") -> InMemoryDataModule:
+    """Samples of so many classes, with names of their columns or classes."""
+    partition: dict[str, Any] = {"partition": Everything(1)} if own else {"num_clients": 1}
+    samples = (torch.zeros(20, 3), torch.arange(20) % len(names))
+    made = InMemoryDataModule(samples, batch_size=4, **partition)
+    setattr(made, kind, list(names))
+    return made
 
 
-@pytest.mark.parametrize("kind, what", [("column_names", "columns"), ("class_names", "classes")])
-def test_a_site_whose_names_are_in_another_order_is_refused(
-    kind: str, what: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("names", "kind", "told"),
+    [
+        ("ab", "other_names", "classes: 2 there, 3 here"),
+        ("bac", "column_names", "this site's columns are b, a, c, and the server's a, b, c"),
+        ("bac", "class_names", "this site's classes are b, a, c, and the server's a, b, c"),
+    ],
+)
+def test_other_classes_and_names_in_another_order_are_refused(
+    names: str, kind: str, told: str, tmp_path: Path
 ) -> None:
-    """Its numbers would be taken for other columns or classes, without a word."""
-
-    def named(names: list[str], **given: Any) -> InMemoryDataModule:
-        samples = (torch.zeros(20, 3), torch.arange(20) % 3)
-        made = InMemoryDataModule(samples, batch_size=4, **given)
-        setattr(made, kind, names)
-        return made
-
-    def serve(post: Post) -> None:
-        with suppress(Ended):
-            at = AtSite(post, [0], tmp_path / "odd", own=True)
-            own = partial(named, list("bac"), partition=Everything(1))
-            trained([at], 1, [], data=own, participation="all")
-
-    transport = InMemoryTransport({"odd": serve})
-    told = f"site odd: client 0: this site's {what} are b, a, c, and the server's a, b, c"
-    with pytest.raises(UserError, match=told):
-        at = AtServer(transport, run=7)
-        one = partial(named, list("abc"), num_clients=1)
-        trained([at], 1, [], data=one, participation="all")
-    transport.close()
+    """Numbers would be taken for other columns or classes, without a word."""
+    own = {"own": True, "data": partial(named, True, names, kind)}
+    given = {"data": partial(named, False, "abc", kind), "participation": "all"}
+    with pytest.raises(UserError, match=f"site odd: .*{told}"):
+        over_sites(list, tmp_path, {"odd": [0]}, at_site=lambda name: own, **given)
 
 
-def test_damaged_sizes_in_a_checkpoint_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    over_own(lambda: [], tmp_path / "sites", rounds=1, save=path)
-    saved = torch.load(path, weights_only=True)
-    saved["told by sites"] = {0: 10}
-    torch.save(saved, path)
-    with pytest.raises(UserError, match="ckpt_path: told by sites in the checkpoint is damaged"):
-        over_own(lambda: [], tmp_path / "sites", resume=path)
+class Scheduled(Learner):
+    """Its scheduler depends on the client's number of local steps."""
+
+    def configure_optimizers(self) -> Any:
+        steps = int(self.trainer.estimated_stepping_batches)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=steps + 1)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+SCHEDULED: dict[str, Any] = {
+    "learner": Scheduled,
+    "client_optimizer": None,
+    "client_scheduler": "local_steps",
+}
+
+
+def test_schedules_may_depend_on_a_site_s_own_data(tmp_path: Path) -> None:
+    over = over_own(list, tmp_path, rounds=1, **SCHEDULED)
+    assert not [note for note in over.notes if "dropped" in note]
+
+
+def test_the_server_makes_no_table_of_the_steps_that_a_site_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only sites step their clients' schedules."""
+    reached: list[int] = []
+    reach = ClientSchedule.reach
+
+    def noted(self: ClientSchedule, entries: int) -> None:
+        reached.append(entries)
+        if entries < 2**20:
+            reach(self, entries)
+
+    def lie(answer: Message) -> None:
+        if answer.what == "here":
+            answer.numbers["own"] = 1
+            answer.arrays["sizes"] = np.asarray([2**31])
+            answer.arrays["batches"] = np.asarray([2**30])
+
+    monkeypatch.setattr(ClientSchedule, "reach", noted)
+    with_liar(lie, tmp_path, rounds=1, **SCHEDULED)
+    assert max(reached) < 2**20
+
+
+def negative(answer: Message) -> None:
+    answer.numbers["place"] = -1
+
+
+def failed(user: int) -> Callable[[Message], Message]:
+    def lie(answer: Message) -> Message:
+        numbers = {"user": user, "question": answer.numbers["question"]}
+        return Message("failed", "", numbers, {"text": words("cannot")})
+
+    return lie
+
+
+def refused(answer: Message) -> Message:
+    return Message("refused", "", {}, {"text": words("no app there")})
+
+
+@pytest.mark.parametrize("lie", [negative, failed(1), failed(0), refused])
+def test_sites_with_their_own_data_begin_without_one_that_is_left_out(
+    lie: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrap(name: str, post: Post) -> Post:
+        only = lambda answer: lie(answer) if answer.what == "here" else None  # noqa: E731
+        return Liar(post, only) if name == "1" else post
+
+    monkeypatch.setattr(register, "SETTLED", 0.2)
+    over = over_own(list, tmp_path, min_sites=2, wrap=wrap, **SKIP)
+    left = [note for note in over.notes if "The run goes on without this site" in note]
+    assert len(left) == 1 and left[0].startswith("site 1: ")
+    assert any("the run begins without the clients [1]" in note for note in over.notes)
+    own = {"data": lambda: table(slice(36), clients=LISTS), **OWN, **SKIP}
+    expected = trained([Without((0, 1, 2))], 3, [], **own)
+    assert torch.equal(over.global_vector, expected.global_vector)

@@ -6,7 +6,6 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +14,10 @@ import pytest
 import torch
 
 from fl_lightning import run
-from fl_lightning.callback import FederatedCallback
-from fl_lightning.engines import choice, fast, registry
+from fl_lightning.engines import choice, registry
 from fl_lightning.engines.choice import Decision
 from fl_lightning.engines.engine_context import EngineContext
 from fl_lightning.engines.engine_plan import AS_BEFORE, EnginePlan
-from fl_lightning.engines.fast.stacked import Stacked
 from fl_lightning.engines.sequential import Sequential
 from fl_lightning.engines.threads import Threads
 from fl_lightning.engines.trials.dry_run import tried_apart
@@ -91,7 +88,7 @@ def test_a_resumed_run_goes_on_as_its_plan_says(chosen: Any) -> None:
     engine, plan, notes = chosen("auto", held)
     assert isinstance(engine, Sequential) and notes == []
     assert torch.get_num_threads() == 2 and images_of(engine.worker)
-    assert plan == replace(held, kernels=plan.kernels) and "processor" in plan.kernels
+    assert plan == held
     assert "centre" in engine.worker.copy.buffers
     engine, plan, _ = chosen(
         "sequential", replace(held, server_threads=0, channels_last=False, as_buffers=())
@@ -100,25 +97,6 @@ def test_a_resumed_run_goes_on_as_its_plan_says(chosen: Any) -> None:
         torch.get_num_threads() == 2 and plan.server_threads == 2 and not images_of(engine.worker)
     )
     assert "centre" not in engine.worker.copy.buffers
-
-
-def test_a_run_that_began_on_another_processor_says_so(chosen: Any) -> None:
-    held = EnginePlan("sequential", kernels="a processor with AVX1024")
-    _, plan, notes = chosen("auto", held)
-    both = plan.kernels
-    assert both.startswith(f"{held.kernels}, then a processor with ")
-    assert len(notes) == 1 and all(part in notes[0] for part in both.split(", then "))
-    _, again, notes = chosen("auto", plan)
-    assert again.kernels == both and both in notes[0], "a later resume says so, too"
-    fresh = replace(plan, kernels=both.partition(", then ")[2])
-    assert chosen("auto", fresh)[2] == []
-
-
-def test_a_run_that_asks_for_another_engine_than_its_checkpoint_gets_it(chosen: Any) -> None:
-    held = EnginePlan("concurrent", workers=1, as_buffers=("centre",))
-    engine, plan, _ = chosen("sequential", held)
-    assert isinstance(engine, Sequential) and plan.why == "asked for"
-    assert plan.as_buffers == ("centre",)  # what is known of the learner stays known
 
 
 def test_side_by_side_by_name_is_not_proven_and_a_resumed_run_knows_it(chosen: Any) -> None:
@@ -135,73 +113,17 @@ def test_side_by_side_by_name_is_not_proven_and_a_resumed_run_knows_it(chosen: A
         )
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("capture", ["auto", True])
-def test_who_asks_for_capturing_is_told_where_there_is_none(
-    chosen: Any, monkeypatch: pytest.MonkeyPatch, capture: Any
-) -> None:
-    _, _, notes = chosen("sequential", capture=capture)
-    assert [note.endswith("only engine='concurrent' captures") for note in notes] == [True] * (
-        capture is True
-    )
-    monkeypatch.setattr(fast, "why_not_captured", lambda _: "it branches")
-    engine, plan, notes = chosen("concurrent", EnginePlan("concurrent", workers=1), capture=capture)
-    assert notes == [registry.NOT_CAPTURED + "it branches"] * (capture is True)
-    assert (
-        not plan.captured
-        and plan.not_captured == "it branches"
-        and engine.workers[0].step_runner is None
-    )
-
-
-@pytest.mark.fast
-@pytest.mark.usefixtures("short_steps")
-def test_steps_are_captured_as_they_were_tried(
+def test_what_cannot_be_stacked_trains_one_after_the_other_and_says_so(
     chosen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = EnginePlan("concurrent", workers=2)
-    engine, plan, _ = chosen("auto", held)
-    assert plan.captured and all(worker.step_runner.shared for worker in engine.workers)
-    monkeypatch.setattr(fast, "why_not_captured", lambda _: pytest.fail("tried again"))
-    for known in (replace(held, captured=True), replace(held, not_captured="it branches")):
-        engine, plan, _ = chosen("auto", known)
-        assert [worker.step_runner is not None for worker in engine.workers] == [known.captured] * 2
-        assert (plan.captured, plan.not_captured) == (known.captured, known.not_captured)
-
-
-@pytest.mark.fast
-def test_a_recording_with_steps_of_others_belongs_to_one_client(chosen: Any) -> None:
-    class Foreign(FederatedCallback):
-        def on_local_gradient(self, clients: Any, gradient: torch.Tensor) -> torch.Tensor:
-            return gradient
-
-    engine, plan, _ = chosen("auto", EnginePlan("concurrent", workers=1), [Foreign()], capture=True)
-    assert plan.captured and not engine.workers[0].step_runner.shared
-
-
-def test_no_more_workers_than_clients_in_a_round(chosen: Any) -> None:
-    engine, plan, _ = chosen("concurrent", workers=30)
-    assert plan.workers == len(engine.workers) == 10
-
-
-@pytest.mark.fast
-def test_a_stack_of_clients(chosen: Any) -> None:
-    engine, plan, notes = chosen("stacked", clients_at_once=4)
-    assert isinstance(engine, Stacked) and engine.at_once == plan.at_once == 4 and notes == []
-
-
-@pytest.mark.fast
-def test_what_cannot_be_stacked_trains_side_by_side_and_says_so(
-    chosen: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fast, "why_not_stacked", lambda _: "it branches")
+    monkeypatch.setattr(registry, "why_not_stacked", lambda _: "it branches")
     engine, plan, notes = chosen("stacked")
-    assert isinstance(engine, Threads) and plan.engine == "concurrent"
-    assert notes == ["engine='stacked' cannot train Frozen (it branches); engine='concurrent' does"]
+    assert isinstance(engine, Sequential) and plan.engine == "sequential"
+    assert plan.why == "it cannot be stacked: it branches"
+    assert notes == ["engine='stacked' cannot train Frozen (it branches); engine='sequential' does"]
 
 
 KEEPS = Reason("it counts", keeps=True)
-GPU = SimpleNamespace(device=torch.device("cuda"), nbytes=8)
 
 
 def copies(engine: str = "auto", **given: Any) -> Any:
@@ -230,93 +152,27 @@ def copies(engine: str = "auto", **given: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
-def test_an_engine_asked_for_is_the_plan(engine: str) -> None:
-    def planned(seen: FirstSteps) -> Decision:
-        return choice.planned(copies(engine), seen)
-
-    threads = torch.get_num_threads()
-    assert planned(FirstSteps()) == Decision(
-        EnginePlan(engine, "asked for", threads=threads, as_buffers=("frozen",))
-    )
-    assert planned(FirstSteps(KEEPS)).one_by_one == KEEPS
-    assert planned(FirstSteps(untried="a step before round 0 fails")).one_by_one is None
-    assert planned(FirstSteps(untried="it cannot be copied")).one_by_one == Reason(
-        "it cannot be copied"
-    )
-    assert planned(FirstSteps(KEEPS, untried="it cannot be copied")).one_by_one == KEEPS
-
-
-def built(
-    name: str, copies: Any, alone: Reason | None = None, note: Any = pytest.fail
-) -> tuple[Any, EnginePlan]:
-    """What an engine that was asked for makes of its plan."""
-    plan = EnginePlan(name, "asked for")
-    return registry.ENGINES[name].build(
-        registry.BuildRequest(copies, plan, alone, True, note, pytest.fail)
-    )
-
-
-def test_every_engine_may_be_asked_for_and_a_checkpoint_may_name_its_plan() -> None:
-    for name, kind in registry.ENGINES.items():
-        assert kind.name == federated(engine=name).settings.engine == name
-        plan = EnginePlan(kind.planned_as)
-        assert EnginePlan.from_dict(plan.as_dict()) == replace(plan, why=AS_BEFORE)
-
-
-@pytest.mark.fast
-def test_stacks_hold_a_gigabyte_or_the_rounds_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, "why_not_stacked", lambda _: "")
-    monkeypatch.setattr(fast, "Stacked", lambda *_: None)
-    monkeypatch.setattr(registry, "tried_apart", lambda _: nullcontext())
-
-    def size(nbytes: int, **given: Any) -> int:
-        w = SimpleNamespace(device=torch.device("cpu"), nbytes=nbytes)
-        _, plan = built("stacked", copies(w=w, **given))
-        assert (plan.engine, plan.threads) == ("stacked", torch.get_num_threads())
-        return plan.at_once
-
-    assert [size(2**30 // 24), size(2**30), size(8), size(8, clients_at_once=2)] == [3, 1, 4, 2]
-
-
-@pytest.mark.fast
 @pytest.mark.parametrize(
-    ("w", "alone", "compared", "instead"),
+    ("w", "reason", "words"),
     [
-        (torch.zeros(4), None, None, "concurrent"),
-        (GPU, None, None, "concurrent"),
-        (torch.zeros(4), KEEPS, None, "sequential"),
-        (torch.zeros(4), None, KEEPS, "sequential"),
-        (torch.zeros(4, device="meta"), None, None, "sequential"),
+        (torch.zeros(4, device="meta"), None, ["engine='concurrent' on meta"]),
+        (torch.zeros(4), KEEPS, ["cannot train Linear", "keep such state in a buffer"]),
+        (torch.zeros(4), Reason("it draws"), ["cannot train Linear: it draws"]),
     ],
 )
-def test_what_cannot_be_stacked_takes_the_next_best(
-    monkeypatch: pytest.MonkeyPatch, w: Any, alone: Any, compared: Any, instead: str
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(registry, "tried_apart", lambda _: nullcontext())
-    monkeypatch.setattr(registry, "compare_two_copies", lambda _: compared)
-    monkeypatch.setattr(fast, "why_not_stacked", lambda _: "it branches")
-    for kind in (registry.SequentialBuilder, registry.ConcurrentBuilder):
-        monkeypatch.setattr(kind, "build", lambda _, request: (None, request.plan))
-    _, plan = built("stacked", copies(w=w), alone, said.append)
-    assert plan.engine == instead and plan.why == "it cannot be stacked: it branches"
-    assert said == [f"engine='stacked' cannot train Linear (it branches); engine='{instead}' does"]
-
-
-def test_side_by_side_is_refused_on_other_devices() -> None:
-    other = copies("concurrent", w=torch.zeros(4, device="meta")).context
-    with pytest.raises(UserError, match="engine='concurrent' on meta"):
-        choice.choose(other, None, pytest.fail, pytest.fail)
-
-
-@pytest.mark.parametrize(("alone", "way_out"), [(KEEPS, True), (Reason("it draws"), False)])
 def test_what_stands_against_side_by_side_is_refused_with_a_way_out(
-    alone: Reason, way_out: bool
+    monkeypatch: pytest.MonkeyPatch, w: Any, reason: Any, words: list[str]
 ) -> None:
-    with pytest.raises(UserError, match=r"engine='concurrent' cannot train Linear") as caught:
-        built("concurrent", copies(), alone)
-    assert ("keep such state in a buffer" in str(caught.value)) == way_out
+    given = copies(
+        "concurrent", w=w, work=SimpleNamespace(methods=SimpleNamespace(look="", reduced_by=""))
+    )
+    found = Decision(EnginePlan("concurrent"), reason)
+    monkeypatch.setattr(choice, "LearnerCopies", lambda _: given)
+    monkeypatch.setattr(choice, "decided", lambda *_: found)
+    monkeypatch.setattr(choice, "tell_of_buffers", lambda *_: None)
+    with pytest.raises(UserError) as refused:
+        choice.choose(given.context, None, pytest.fail, pytest.fail)
+    assert all(word in str(refused.value) for word in words)
 
 
 @pytest.mark.parametrize(("text", "first"), [("bad weights\nand more", "bad weights"), ("", "")])
@@ -344,7 +200,7 @@ def test_what_the_first_process_found_holds_for_all(monkeypatch: pytest.MonkeyPa
     of_others = Decision(EnginePlan("sequential", "as the first says"))
     known: list[tuple[str, ...]] = []
     monkeypatch.setattr(choice, "take_first_steps", lambda _: FirstSteps())
-    monkeypatch.setattr(choice, "check_batch_sizes", lambda *_: "")  # has tests of its own
+    monkeypatch.setattr(choice, "check_batch_sizes", lambda *_: None)  # has tests of its own
     assert choice.decided(copies(rank=1, broadcast=lambda _: of_others), ()) == of_others
     first = copies("sequential")
     first.treat_as_buffers = known.append
@@ -357,7 +213,6 @@ class Looking:
 
     def __init__(self) -> None:
         self.calls = 0
-        self.seen = [0]
         self.lock = threading.Lock()  # cannot be copied
 
 
@@ -374,7 +229,30 @@ def test_trying_leaves_nothing_behind_on_generators_and_callbacks() -> None:
         with tried_apart(context):
             drawn.append(draws())
             callback.calls += 1
-            callback.seen.append(1)
             callback.new = 1  # type: ignore[attr-defined]
-        assert vars(callback) == before and callback.seen == [0]
+        assert vars(callback) == before
     assert drawn[0] == drawn[1] == draws()
+
+
+def test_a_plan_comes_back_from_a_checkpoint() -> None:
+    plan = EnginePlan(
+        "concurrent", "measured", workers=3, server_threads=2, channels_last=True, fused=True
+    )
+    assert EnginePlan.from_dict(plan.as_dict()) == replace(plan, why=AS_BEFORE)
+    stacked = EnginePlan("stacked", at_once=8)
+    assert EnginePlan.from_dict(stacked.as_dict()) == replace(stacked, why=AS_BEFORE)
+    assert EnginePlan.from_dict({}) is None
+
+
+def test_a_card_tells_what_belongs_to_the_engine() -> None:
+    beside = EnginePlan("concurrent", "measured", workers=2, captured=True, at_once=5)
+    threads = {"threads": "1", "server_threads": "1"}
+    more = {"workers": "2", "capture": "yes", "why": "measured"}
+    assert beside.card() == {"engine": "concurrent", **threads, **more}
+    assert EnginePlan("concurrent", not_captured="few steps").card()["capture"] == "no: few steps"
+    stacked = EnginePlan("stacked", at_once=5, workers=2, channels_last=True).card()
+    held = {"clients": "5", "memory": "channels_last", "why": ""}
+    assert stacked == {"engine": "stacked", **threads, **held}
+    plain = EnginePlan("sequential", as_buffers=("teacher.w", "queue"))
+    assert plain.card()["as buffers"] == "teacher.w, queue"
+    assert (str(beside), str(plain)) == ("concurrent × 2", "sequential")

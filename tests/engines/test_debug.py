@@ -90,13 +90,3 @@ def test_an_error_at_the_server_has_the_update() -> None:
     assert (at.round, at.client, at.step, at.batch) == (0, None, None, None)
     assert at.hook == "FaultyServer.on_server_update"
     assert at.arguments["server"]["update"].abs().sum() > 0
-
-
-class FaultyStart(FederatedCallback):
-    def on_local_start(self, clients: Clients) -> None:
-        _ = 1 / 0
-
-
-def test_before_the_first_step_there_is_no_batch() -> None:
-    at = failed(FaultyStart()).at
-    assert (at.hook, at.step, at.batch) == ("FaultyStart.on_local_start", None, None)

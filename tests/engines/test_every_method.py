@@ -1,14 +1,16 @@
-"""Every packaged method, every callback and every composition that the oracle knows, with all three
-engines.
+"""Methods × engines × resume: the bits of sequential, or its values to rounding where clients are
+stacked.
 
-Clients of unequal size, so of unequal numbers of steps and with short last batches; weight decay,
-decaying rate.
+Every packaged method, every callback and every composition that the oracle knows. Clients of
+unequal size, so of unequal numbers of steps and with short last batches; weight decay, decaying
+rate, clipping. (Processes and resume of each method are in the contracts.)
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,13 @@ import torch
 from torch import Tensor
 
 from fl_lightning import callbacks as c
+from fl_lightning import topologies
 from fl_lightning.callback import FederatedCallback
+from fl_lightning.callbacks.decentralised.without_server import WithoutServer
 from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.classes import full_paths
 from fl_lightning.lab.cli.compose import merge, packaged, read
+from fl_lightning.models.multi_head import with_heads
 from fl_lightning.optim import FedAdam
 from tests.helpers.agreement import (
     CLIPPED,
@@ -39,6 +44,8 @@ from tests.helpers.low_rank import Adapted
 
 def built(tree: Any) -> Any:
     """What a config's ``class_path`` stands for; of an optimizer: what makes it."""
+    if isinstance(tree, str) and isinstance(getattr(topologies, tree, None), type):
+        return getattr(topologies, tree)()
     if not isinstance(tree, dict) or "class_path" not in tree:
         return tree
     module, _, name = tree["class_path"].rpartition(".")
@@ -108,23 +115,18 @@ OTHERS = [
     for method in map(vars(c).get, c.__all__)
     if issubclass(method, FederatedCallback) and method.__name__ not in {*IN_CONFIGS, *ELSEWHERE}
 ]
+COMPOSED = [name for name, parts in METHODS.items() if len(parts) > 1]
 CASES: dict[str, Callable[[], Case]] = {
     **{name: (lambda name=name: config(name)) for name in PACKAGED},
     **{method.__name__: (lambda method=method: ([method()], {})) for method in OTHERS},
     "HessianLogger": lambda: ([c.HessianLogger(probes=3)], {}),
+    **{name: (lambda name=name: composition(name)) for name in COMPOSED},
+    "every hook": lambda: (every_hook(), {}),
 }
 
 
 # Methods of other learners than those for adapters, with which they run here.
 FOR_ADAPTERS = ("method/fedit", "method/fedsa_lora")
-
-
-def learners(name: str, plain: type[Logged]) -> dict[str, Any]:
-    """The learner of a case: one with adapters where the method is for these."""
-    adapted = name in FOR_ADAPTERS or any(each.needs_adapters for each in CASES[name]()[0])
-    if not adapted:
-        return {} if plain is Logged else {"learner": plain}
-    return {"learner": DrawingAdapted if plain is Drawing else LoggedAdapted}
 
 
 class LoggedAdapted(Adapted):
@@ -136,63 +138,54 @@ class LoggedAdapted(Adapted):
         return loss
 
 
-class DrawingAdapted(LoggedAdapted):
+class WithHeads(Logged):
+    """The network with RAVAN's heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.net = with_heads(self.net, rank=1, heads=2, target_modules="*")
+
+
+class Drawing:
     """Draws a random number in each step, so that it trains in processes."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) * (1 + 0.1 * torch.rand(()).double())
+        loss: Tensor = super().training_step(batch, batch_idx)  # type: ignore[misc]
+        return loss * (1 + 0.1 * torch.rand(()).double())
 
 
-def stacks(run: Run, case: Case) -> bool:
-    """Whether the clients were stacked; state of the clients' own optimizers cannot be."""
-    if run.module.engine_facts["engine"] == "stacked":
-        return True
-    assert (
-        case[1].get("keep_optimizer_state")
-        and "keep_optimizer_state" in run.module.engine_facts["why"]
-    )
-    return False
+def learner(name: str, draws: bool) -> Any:
+    """The learner of a case: one with adapters where the method is for these."""
+    kind: type = Logged
+    if name == "method/ravan":
+        kind = WithHeads
+    elif name in FOR_ADAPTERS or any(getattr(m, "needs_adapters", False) for m in CASES[name]()[0]):
+        kind = LoggedAdapted
+    return type(f"Drawing{kind.__name__}", (Drawing, kind), {}) if draws else kind
 
 
-def refused(case: Case) -> bool:
-    """Whether stacking is refused: of methods that look at one client's modules."""
-    if not any(getattr(method, "taps", None) for method in case[0]):
-        return False
-    with pytest.raises(UserError, match="stacked"):
-        trained(case, "stacked")
-    return True
+def ran(name: str, engine: str, draws: bool = False, **options: Any) -> Run:
+    # Four rounds, so that parts with a period of three are kept, averaged, and kept again.
+    given = {"rounds": 4 if name in COMPOSED else 3, "learner": learner(name, draws), **CLIPPED}
+    case = CASES[name]()
+    if any(isinstance(method, WithoutServer) for method in case[0]):
+        given["weighting"] = "uniform"
+    return trained(case, engine, **{**given, **options})
 
 
-@pytest.mark.fast
+@cache
+def reference(name: str, draws: bool = False) -> Run:
+    return ran(name, "sequential", draws)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_packaged_methods_with_clipping(name: str) -> None:
-    """Four clients by three workers; stacked, three and then one, and all at once.
-
-    Without clipping the contracts have it.
-    """
-    make = CASES[name]
-    given = {**CLIPPED, **learners(name, Logged)}
-    reference = trained(make(), "sequential", **given)
-    run = trained(make(), "concurrent", workers=3, **given)
+def test_threads_leave_the_bits_of_sequential(name: str) -> None:
+    """Four clients by three workers."""
+    run = ran(name, "concurrent", workers=3)
     assert run.module.engine_facts["workers"] == "3"
-    same_bits(run, reference)
-    if refused(make()):
-        return
-    for at_once in (3, "auto"):
-        run = trained(make(), "stacked", clients_at_once=at_once, **given)
-        assert stacks(run, make()) or "adamw" in name or name == "method/diloco"
-        near(run, reference)
-    single = {"dtype": torch.float32, **given}
-    # Orthogonal matrices of gradients that are almost of lower rank magnify their rounding.
-    tolerance = 1000 * SINGLE if "muon" in name or "muloco" in name else SINGLE
-    near(trained(make(), "stacked", **single), trained(make(), "sequential", **single), tolerance)
-
-
-class Drawing(Logged):
-    """Draws a random number in each step, so that it trains in processes."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) * (1 + 0.1 * torch.rand(()).double())
+    same_bits(run, reference(name))
 
 
 # What a worker hands over is known by its kind, and these have every kind: rows, uploads, parts,
@@ -201,71 +194,71 @@ IN_PROCESSES = [
     f"method/{name}"
     for name in (
         *("fedavg", "scaffold", "fedinit", "fedsmoo", "fedals", "fedrep", "ditto", "ifca", "moon"),
-        *("topk", "powersgd", "qsgd", "ef21", "median", "byzantine", "dp", "qfedavg", "fedspeed"),
+        *("topk", "powersgd", "qsgd", "ef21", "median", "byzantine", "dp", "dp_sgd", "qfedavg"),
+        "fedspeed",
         *("fedadamw", "fedmuon", "fedswa", "fedacg", "kept_adamw", "power_of_choice", "flora"),
     )
 ]
 
 
 @pytest.mark.parametrize("name", IN_PROCESSES)
-def test_packaged_methods_in_worker_processes(name: str) -> None:
-    given = learners(name, Drawing)
-    reference = trained(CASES[name](), "sequential", **given)
-    run = trained(CASES[name](), "concurrent", workers=2, **given)
+def test_forked_processes_leave_the_bits_of_sequential(name: str) -> None:
+    run = ran(name, "concurrent", draws=True, workers=2)
     assert run.module.engine_facts["workers"] == "2 processes"
     assert not any("in the run's own process" in note for note in run.module.notes)
-    same_bits(run, reference)
+    same_bits(run, reference(name, draws=True))
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("number", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ["every hook", "FedSMOO + RI", "all that mix"])
-def test_any_number_of_workers_or_of_clients_at_once(name: str, number: int) -> None:
-    def make() -> Case:
-        return (every_hook(), {}) if name == "every hook" else composition(name)
-
-    reference = trained(make(), "sequential", **CLIPPED)
-    run = trained(make(), "concurrent", workers=number, **CLIPPED)
-    assert run.module.engine_facts["workers"] == str(number)
-    same_bits(run, reference)
-    run = trained(make(), "stacked", clients_at_once=number, **CLIPPED)
-    assert stacks(run, make())
-    near(run, reference)
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("name", [name for name, parts in METHODS.items() if len(parts) > 1])
-def test_compositions(name: str) -> None:
-    """Four rounds, so that parts with a period of three are kept, averaged, and kept again.
-
-    Of methods by themselves the packaged ones and the contracts have it.
-    """
-    reference = trained(composition(name), "sequential", rounds=4, **CLIPPED)
-    same_bits(trained(composition(name), "concurrent", rounds=4, workers=2, **CLIPPED), reference)
-    if refused(composition(name)):
+@pytest.mark.parametrize("name", CASES)
+def test_stacked_clients_agree_with_sequential(name: str) -> None:
+    """Three and then one, and all at once. Methods that look at one client's modules, or take the
+    gradients of single samples, are refused;
+    states of the clients' own optimizers that are kept cannot be stacked."""
+    callbacks, settings = CASES[name]()
+    federated = [method for method in callbacks if isinstance(method, FederatedCallback)]
+    if any(method.taps or method.has("reduce_samples") for method in federated):
+        with pytest.raises(UserError, match="stacked"):
+            ran(name, "stacked")
         return
-    run = trained(composition(name), "stacked", rounds=4, clients_at_once=3, **CLIPPED)
-    near(run, reference) if stacks(run, composition(name)) else same_bits(run, reference)
+    for at_once in (3, "auto"):
+        run = ran(name, "stacked", clients_at_once=at_once)
+        near(run, reference(name))
+        facts = run.module.engine_facts
+        others = settings.get("keep_optimizer_state") or "adamw" in name or name == "method/diloco"
+        assert facts["engine"] == "stacked" or (others and "cannot be stacked" in facts["why"])
+
+
+@pytest.mark.parametrize("name", ["method/fedavg", "method/scaffold", "method/fedsmoo"])
+def test_stacked_clients_agree_in_single_precision(name: str) -> None:
+    single = {"dtype": torch.float32}
+    near(ran(name, "stacked", **single), ran(name, "sequential", **single), SINGLE)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("name", ["every hook", "all that mix"])
+def test_any_number_of_workers_or_of_clients_at_once(name: str, number: int) -> None:
+    same_bits(ran(name, "concurrent", workers=number), reference(name))
+    near(ran(name, "stacked", clients_at_once=number), reference(name))
 
 
 @pytest.mark.parametrize(
-    ("first", "then"),
-    [("sequential", "concurrent"), ("concurrent", "stacked"), ("stacked", "sequential")],
+    ("first", "then", "draws"),
+    [
+        ("sequential", "concurrent", False),
+        ("concurrent", "concurrent", False),
+        ("concurrent", "concurrent", True),
+        ("concurrent", "stacked", False),
+        ("stacked", "sequential", False),
+    ],
 )
-def test_a_run_goes_on_with_another_engine(
-    first: str, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_goes_on_with_the_same_or_another_engine(
+    first: str, then: str, draws: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where rows of clients are kept
 
     def part(engine: str, rounds: int, start: Path | None = None) -> Run:
-        return trained(
-            (every_hook(), {"server_optimizer": adam}),
-            engine,
-            rounds=rounds,
-            start=start,
-            participation="all",
-            **CLIPPED,
-        )
+        options = {"participation": "all", "server_optimizer": adam, "workers": 2}
+        return ran("every hook", engine, draws, rounds=rounds, start=start, **options)
 
     def adam(parameters: Any) -> FedAdam:
         return FedAdam(parameters, 0.1)

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from benchmarks.gpu_compositions import COMMON, COMPOSITIONS, CallbackList
 from fl_lightning import (
     FederatedCallback,
-    FederatedModule,
     FederatedStrategy,
-    InMemoryDataModule,
-    UserError,
 )
 from fl_lightning import callbacks as c
 from fl_lightning.callback import ClientState, Server
-from fl_lightning.datamodules import CategoryBias, ClientBias, FromDataModule
-from fl_lightning.evaluation.measured_samples import samples_of
+from fl_lightning.evaluation.evaluator import samples_of
 from fl_lightning.lab.contracts.federation import (
     Learner,
     Outcome,
@@ -36,6 +29,7 @@ from fl_lightning.lab.contracts.federation import (
     quiet,
     require_same,
 )
+from tests.contracts.test_contracts import OURS
 from tests.helpers.fake_gpu import fake_gpu
 from tests.helpers.processes import nccl_over_gloo
 
@@ -258,40 +252,6 @@ def test_no_step_waits_for_the_gpu(name: str) -> None:
     assert waits[0] == waits[1]
 
 
-def test_a_count_below_zero_is_refused_on_a_gpu_too() -> None:
-    learner = Counts()
-    learner.factor = -1
-    with pytest.raises(UserError, match="returned count=-"):
-        on_gpu([], accumulate=2, learner=learner)
-
-
-PICTURES: dict[str, dict[str, Any]] = {
-    "crop": {"augment": ["crop"]},
-    "crop, flip, mixup, cutmix": {"augment": ["crop", "flip", "mixup", "cutmix"]},
-    "biases": {"biases": [ClientBias(0.1), CategoryBias(0.1)]},
-}
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_no_batch_of_pictures_waits_for_the_gpu(name: str) -> None:
-    """Four epochs wait as often as one. They have the CPU's bits."""
-    x = torch.randint(0, 256, (128, 3, 8, 8), generator=torch.Generator().manual_seed(0))
-    y = torch.arange(128) % 4
-    waits = []
-    for batches in (16, 64):
-        data = InMemoryDataModule(
-            (x.to(torch.uint8), y), clients=[range(128)], batch_size=8, seed=1, **PICTURES[name]
-        )
-        data.setup()
-        there = list(data.client_batches(0, 0, batches))
-        with fake_gpu() as gpu:
-            here = list(data.client_batches(0, 0, batches, device=torch.device("cuda")))
-            waits.append(gpu.syncs.total())
-            for pair, other in zip(here, there, strict=True):
-                assert all(map(torch.equal, (one.cpu() for one in pair), other))
-    assert waits[0] == waits[1]
-
-
 def test_no_batch_of_an_evaluation_waits_for_the_gpu() -> None:
     """Eight batches wait as often as two: when their sums are read."""
     counts = []
@@ -346,75 +306,6 @@ def test_a_step_that_reads_a_value_is_not_recorded(read: str, first: int) -> Non
     if first == 0:
         assert facts.startswith("no: a step "), facts
         assert gpu.graphs == 0
-
-
-class Sequences(Dataset[Tensor]):
-    """Client 0, of the trial steps, has two lengths, and client 1 has four."""
-
-    def __init__(self) -> None:
-        draw = torch.Generator().manual_seed(0)
-        lengths = [4, 4, 1] * 12 + [4, 4, 1, 4, 3, 2] * 6
-        self.rows = [torch.randn(n, 5, generator=draw) for n in lengths]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> Tensor:
-        return self.rows[i]
-
-
-class Lengths(pl.LightningModule):
-    """Reads the batch sizes of a PackedSequence, which lie on the CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(5, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        # As many numbers and steps may have other batch sizes: 3, 2, 2, 2 and 3, 3, 2, 1.
-        squares = batch.batch_sizes.float().square().sum()
-        loss: Tensor = (self.layer(batch.data) - 0.1 * squares).square().mean()
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return SGD(self.parameters(), lr=0.05)
-
-
-def trained_on_sequences(**accelerator: Any) -> tuple[Tensor, str]:
-    class Data(pl.LightningDataModule):
-        def train_dataloader(self) -> Any:
-            packed = partial(pack_sequence, enforce_sorted=False)
-            return DataLoader(Sequences(), batch_size=3, collate_fn=packed)
-
-    data = FromDataModule(Data(), clients=[range(36), range(36, 72)])
-    module = FederatedModule(Lengths(), seed=0, participation="all", engine="concurrent", workers=2)
-    pl.Trainer(
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **accelerator,
-    ).fit(module, data)
-    return module.global_vector.detach().cpu(), module.engine_facts["capture"]
-
-
-def test_a_batch_with_a_part_on_the_cpu_is_not_recorded() -> None:
-    """A recording would keep the part's first value."""
-    with quiet():
-        there, _ = trained_on_sequences(accelerator="cpu")
-        with fake_gpu() as gpu:
-            here, _ = trained_on_sequences(**ON_GPU)
-    assert torch.equal(here, there) and gpu.graphs == 0
-
-
-def test_data_that_are_given_on_the_gpu_are_taken() -> None:
-    x, y = torch.randn(12, 3), torch.arange(12) % 2
-    with fake_gpu():
-        data = InMemoryDataModule((x.cuda(), y.cuda()), num_clients=2)
-        data.setup()
-    assert sum(data.client_sizes()) == 12
 
 
 class Indexed(Learner):
@@ -480,3 +371,46 @@ def test_convolutions_round_their_inputs_only_if_products_do(precision: str, all
             assert torch.backends.cudnn.allow_tf32 is allowed
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+# Its noise is not drawn from the run's seed, unless it has one of its own.
+NOISY = {
+    "DifferentialPrivacy": lambda: c.DifferentialPrivacy(0.5, noise_multiplier=4.0, noise_seed=0),
+    "RecordPrivacy": lambda: c.RecordPrivacy(0.5, noise_multiplier=4.0, noise_seed=0),
+    "DP, adaptive": lambda: c.DifferentialPrivacy(
+        0.5, noise_multiplier=4.0, target_quantile=0.5, count_stddev=5.0, noise_seed=0
+    ),
+}
+CALLBACKS: dict[str, Callable[[], FederatedCallback]] = {**OURS, **NOISY}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_recorded_steps_of_a_callback_wait_for_what_they_read(name: str) -> None:
+    there = on_cpu([CALLBACKS[name]()])
+    here, gpu, module = on_gpu([CALLBACKS[name]()], **SIDE_BY_SIDE)
+    require_same(here, there, 0.0, name, "")
+    assert not gpu.races
+    captured = module.engine_facts["capture"] == "yes"
+    if CALLBACKS[name]().reads_values:
+        assert not captured
+    else:
+        assert captured == (gpu.graphs > 2), module.engine_facts
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adadelta, torch.optim.Rprop])
+def test_recorded_steps_of_other_optimizers(kind: Any) -> None:
+    given = {"client_optimizer": lambda p: kind(p, lr=0.01), "keep_optimizer_state": True}
+    here, gpu, module = on_gpu([], **given, **SIDE_BY_SIDE)
+    require_same(here, on_cpu([], **given), 0.0, "", "")
+    assert module.engine_facts["capture"] == "yes" and gpu.graphs == 7
+
+
+@pytest.mark.parametrize("kind", ["Adagrad", "NAdam", "RAdam", "ASGD", "Adamax"])
+def test_a_step_count_on_the_cpu_is_not_recorded(kind: str) -> None:
+    """A replay would not count."""
+    made = getattr(torch.optim, kind)
+    given = {"client_optimizer": lambda p: made(p, lr=0.01), "keep_optimizer_state": True}
+    here, _, module = on_gpu([], **given, **SIDE_BY_SIDE)
+    require_same(here, on_cpu([], **given), 0.0, "", "")
+    assert module.engine_facts["capture"].startswith("no: ")

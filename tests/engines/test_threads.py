@@ -17,79 +17,20 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from fl_lightning.callback import ClientState, FederatedCallback
-from fl_lightning.callbacks import (
-    ControlVariates,
-    RelaxedInitialization,
-    SharpnessAwareMinimization,
-)
+from fl_lightning.callback import FederatedCallback
 from tests.helpers.learners import (
     Dropping,
     Lit,
-    Normed,
     blobs,
-    client_rows,
     federated,
-    momentum,
     trainer,
 )
-
-
-class Kept(FederatedCallback):
-    """A client's own vector, uploaded nowhere: its rows have to be the same too."""
-
-    last = ClientState(synchronised=False)
-
-    def on_local_end(self, clients: Any) -> None:
-        self.last[clients] = clients.x
-
-
-CASES: dict[str, Any] = {
-    "fedavg": ({}, lambda: [], Lit),
-    "scaffold": ({}, lambda: [ControlVariates()], Lit),
-    "scaffold, full gradients": ({}, lambda: [ControlVariates(estimate="gradient")], Lit),
-    "fedsam": ({}, lambda: [SharpnessAwareMinimization(0.05)], Lit),
-    "fedinit": ({}, lambda: [RelaxedInitialization(0.1)], Lit),
-    "clipping": ({"clip_norm": 0.5}, lambda: [Kept()], Lit),
-    "momentum kept": (
-        {"client_optimizer": momentum, "keep_optimizer_state": True},
-        lambda: [],
-        Lit,
-    ),
-    "buffers": ({}, lambda: [], Normed),
-}
 
 
 def seeded(learner: type[Lit], **arguments: Any) -> Any:
     """A module around a learner that starts at the same weights each time."""
     torch.manual_seed(3)
     return federated(learner(), **arguments)
-
-
-def ran(engine: str, arguments: Any, callbacks: Any, learner: Any, **more: Any) -> Any:
-    module = seeded(
-        learner, engine=engine, participation=0.5, local_epochs=1.5, **arguments, **more
-    )
-    run = trainer(3, callbacks)
-    run.fit(module, blobs())
-    return module, client_rows(module), run.callback_metrics["train/loss"]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_same_bits_for_any_number_of_workers(name: str) -> None:
-    arguments, callbacks, learner = CASES[name]
-    reference, reference_rows, reference_loss = ran("sequential", arguments, callbacks(), learner)
-    for workers in (1, 2, 3):
-        module, rows, loss = ran("concurrent", arguments, callbacks(), learner, workers=workers)
-        assert module.engine_facts["workers"] == str(workers)
-        assert torch.equal(module.global_vector, reference.global_vector)
-        assert rows.keys() == reference_rows.keys()
-        assert all(torch.equal(rows[key], reference_rows[key]) for key in rows)
-        assert loss == reference_loss
-        for (_, a), (_, b) in zip(
-            module.learner.named_buffers(), reference.learner.named_buffers(), strict=True
-        ):
-            assert torch.equal(a, b)
 
 
 def test_clients_train_at_the_same_time() -> None:
@@ -220,66 +161,6 @@ def test_the_system_has_ended_the_threads_of_a_run_that_ended() -> None:
         left.append({int(thread) for thread in os.listdir("/proc/self/task")} & used)
     main = {threading.get_native_id()}
     assert left == [main] * 20
-
-
-@pytest.mark.parametrize("kind", ["learner", "data"])
-def test_random_numbers_of_the_process_are_drawn_by_one_client_at_a_time(kind: str) -> None:
-    data = blobs()
-    if kind == "data":
-        data._transform = lambda x: x + 0.01 * torch.randn(x.shape, dtype=x.dtype)
-    learner = Dropping if kind == "learner" else Lit
-    module = seeded(learner, workers=2)
-    state = torch.get_rng_state()
-    trainer(1).fit(module, data)
-    assert module.engine_facts["engine"] == "sequential"
-    assert "clients draw random numbers" in module.engine_facts["why"]
-    # validation reads the data too
-    assert kind == "data" or torch.equal(state, torch.get_rng_state())
-    beside = seeded(learner, engine="concurrent", workers=2)
-    trainer(1).fit(beside, data)
-    assert beside.engine_facts["workers"] == "2 processes"
-    assert torch.equal(beside.global_vector, module.global_vector)
-
-
-def test_attributes_that_hooks_set_reach_the_copies() -> None:
-    class Scaled(Lit):
-        scale, anchor = 1.0, None
-
-        def on_train_epoch_start(self) -> None:
-            self.scale = 0.5 ** (self.current_epoch + 1)
-            self.anchor = torch.full((4,), float(self.current_epoch), dtype=torch.float64)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            extra = 0.0 if self.anchor is None else (self.net(batch[0]) * self.anchor).mean()
-            return self.scale * super().training_step(batch, batch_idx) + 0.01 * extra
-
-    one, two = seeded(Scaled, engine="sequential"), seeded(Scaled, engine="concurrent", workers=2)
-    trainer(3).fit(one, blobs())
-    trainer(3).fit(two, blobs())
-    assert torch.equal(one.global_vector, two.global_vector)
-
-
-def test_what_clients_log_is_kept_apart() -> None:
-    class Telling(FederatedCallback):
-        seen: dict[int, float]
-
-        def on_local_end(self, clients: Any) -> None:
-            self.seen[int(clients.ids[0])] = float(clients._group.logs["own"][0])
-
-    class Logging(Lit):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.log("own", batch[1][0].double())
-            time.sleep(0.001)
-            return super().training_step(batch, batch_idx)
-
-    seen = []
-    for engine in ("sequential", "concurrent"):
-        telling = Telling()
-        telling.seen = {}
-        module = seeded(Logging, engine=engine, workers=2, participation=1.0)
-        trainer(1, [telling]).fit(module, blobs())
-        seen.append(telling.seen)
-    assert seen[0] == seen[1] and len(seen[0]) == 10 and len(set(seen[0].values())) > 2
 
 
 def test_the_optimizer_alone_gives_the_bits_of_the_flat_gradient() -> None:

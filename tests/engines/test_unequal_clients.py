@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from fl_lightning import callbacks as c
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.datamodules import FromDatasets
-from fl_lightning.engines.fast.stacked import Stack
 from tests.helpers.agreement import CLIPPED, EveryHook, Logged, in_memory, near, same_bits, trained
 from tests.helpers.federation import BATCH
+from tests.helpers.learners import Lit, blobs, federated, trainer
 
 ENGINES = ("sequential", "concurrent", "stacked")
 BESIDE = [c.ControlVariates, c.GlobalSharpnessAwareMinimization, EveryHook]
@@ -30,7 +30,6 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_clients_that_finish_early_keep_what_they_have(name: str) -> None:
     """One to eight steps in one group, with state in the client optimizer, rows, uploads, logs and
@@ -41,7 +40,7 @@ def test_clients_that_finish_early_keep_what_they_have(name: str) -> None:
         "client_optimizer": OPTIMIZERS[name],
         **CLIPPED,
     }
-    for beside in (BESIDE[:2], BESIDE[2:], BESIDE):
+    for beside in (BESIDE[2:], BESIDE):
         reference = trained(([made() for made in beside], {}), "sequential", rounds=2, **options)
         same_bits(
             trained(
@@ -73,26 +72,21 @@ class Attributes(FederatedCallback):
         clients.log("total", clients.norm(clients.total)[:, 0])
         clients.scale = clients.k / (1 + clients.k)
 
-
-class Transmitting(Attributes):
     def transmit(self, clients: Any, update: Tensor) -> Tensor:
         return update * clients.scale
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("method", [Attributes, Transmitting])
-def test_attributes_of_clients_are_each_client_s_own(method: type[Attributes]) -> None:
+def test_attributes_of_clients_are_each_client_s_own() -> None:
     options: dict[str, Any] = {"participation": "all", "local_epochs": 2, "rounds": 2}
-    reference = trained(([method()], {}), "sequential", **options)
-    run = trained(([method()], {}), "stacked", **options)
+    reference = trained(([Attributes()], {}), "sequential", **options)
+    run = trained(([Attributes()], {}), "stacked", **options)
     assert run.module.engine_facts["engine"] == "stacked"
     near(run, reference)
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("client", [0, 2, 4])
+@pytest.mark.parametrize("client", [0, 4])
 def test_a_client_that_diverges_leaves_the_others_alone(client: int) -> None:
-    """Of one step, the most steps, and in between."""
+    """Of one step, and of the most steps."""
 
     def poisoned(x: Tensor, y: Tensor, clients: list[Any]) -> Any:
         x[clients[client]] = torch.nan
@@ -162,7 +156,6 @@ class Normed(Logged):
         return loss + 0.01 * sum(p.square().sum() for p in self.parameters())
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
     ("learner", "data"), [(Wordy, in_memory), (Dicts, dicts), (Normed, in_memory)]
 )
@@ -187,48 +180,42 @@ class Elsewhere(Logged):
         return super().training_step(batch, batch_idx) + 0.1 * self.aside[0].square().sum()
 
 
-class Counting(Logged):
-    """Counts its steps in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
+class Branching(Logged):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.count += 1
-        return super().training_step(batch, batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        return loss if float(loss) > 1 else 2 * loss
 
 
-class Recurrent(Logged):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.rnn = nn.GRU(1, 3, batch_first=True)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step((self.rnn(batch[0][..., None])[0][:, -1], batch[1]), batch_idx)
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("learner", [Elsewhere, Counting, Recurrent])
+@pytest.mark.parametrize("learner", [Elsewhere, Branching])
 def test_learners_that_stacking_would_change_are_not_stacked(learner: type[Logged]) -> None:
     reference, run = (
         trained(([], {}), engine, learner=learner) for engine in ("sequential", "stacked")
     )
-    assert run.module.engine_facts["engine"] == "concurrent"
+    assert run.module.engine_facts["engine"] == "sequential"
     same_bits(run, reference)
 
 
-@pytest.mark.fast
-def test_groups_are_halved_when_a_cpu_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Stack.gradient
+class Bounded(Lit):
+    """An embedding of bounded norm, and weights clipped as a step begins: both in place."""
 
-    def gradient(self: Stack, *arguments: Any, **options: Any) -> Tensor:
-        if len(self.x) > 2:
-            torch.empty(2**50)
-        return whole(self, *arguments, **options)
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, 4, max_norm=0.5)
 
-    monkeypatch.setattr(Stack, "gradient", gradient)
-    run = trained(([EveryHook()], {}), "stacked")
-    assert "memory ran out" in " ".join(run.module.notes)
-    near(run, trained(([EveryHook()], {}), "sequential"))
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        with torch.no_grad():
+            self.net[2].weight.clamp_(-0.2, 0.2)
+        return nn.functional.cross_entropy(self.net(x) + self.table((x[:, 0] > 0).long()), y)
+
+
+@pytest.mark.filterwarnings("ignore:.*performance drop:UserWarning")
+def test_what_a_step_changes_in_place_stays_where_batches_differ_in_size() -> None:
+    found = []
+    for engine in ("sequential", "stacked"):
+        torch.manual_seed(3)
+        module = federated(Bounded(), participation="all", engine=engine)
+        trainer(2).fit(module, blobs(clients=3, per_client=14))
+        assert module.engine_facts["engine"] == engine
+        found.append(module.global_vector.detach())
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)

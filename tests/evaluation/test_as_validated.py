@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from fl_lightning import InMemoryDataModule
-from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks import PerClientEvaluation
 from tests.helpers.learners import Lit, federated, trainer
 
@@ -79,31 +78,6 @@ class Counting(Lit):
         self.log("val/batches_loss", float(self.seen), reduce_fx="sum")
 
 
-class NeverCleared(Lit):
-    """Without a hook: what it counts goes on for as long as it lives."""
-
-    steps = 0
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        self.steps += 1
-        self.log("val/steps_loss", float(self.steps), reduce_fx="max")
-
-
-class Scaling(Lit):
-    """Changes a batch in place before the step, and measures after it."""
-
-    def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:
-        batch[0].mul_(-1)
-
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.log("val/after_loss", batch[0].abs().max() + outputs + batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
-        super().validation_step(batch, batch_idx)
-        return cross_entropy(self.net(batch[0]), batch[1])
-
-
 class Reducing(Lit):
     """Each reduction, and a batch size of its own."""
 
@@ -116,14 +90,6 @@ class Reducing(Lit):
         self.log("val/mean_loss", losses.mean(), reduce_fx="mean")
         self.log("val/own_loss", losses.mean(), batch_size=batch_idx + 1)
         self.log_dict({"val/both_loss": losses.sum()}, on_step=True, on_epoch=True)
-
-
-class TwoLoaders(Lit):
-    """Of one loader or of several."""
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        super().validation_step(batch, batch_idx)
-        self.log("val/which_loss", float(dataloader_idx))
 
 
 class Rated(Lit):
@@ -145,36 +111,6 @@ class Rated(Lit):
         self.rated.update(out, batch[1])
         self.log("val/acc", self.acc)
         self.log_dict(self.rated)
-
-
-class RatedAtTheEnd(Rated):
-    """The same, computed and cleared at the end of the epoch."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        out = self.net(batch[0])
-        self.acc.update(out, batch[1])
-        self.rated.update(out, batch[1])
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("val/acc", self.acc.compute())
-        self.log_dict(self.rated.compute())
-        self.acc.reset()
-        self.rated.reset()
-
-
-class Gathering(Lit):
-    """Gathers outputs in a list, and makes one number of them that is no mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outputs: list[Tensor] = []
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.outputs.append(self.net(batch[0]))
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("val/loss", torch.cat(self.outputs).var())
-        self.outputs.clear()
 
 
 class Looking(Lit):
@@ -207,21 +143,7 @@ class Preparing(Lit):
         return (batch[0] * 0.5, batch[1])
 
 
-LEARNERS = [
-    Lit,
-    Swapping,
-    MovingAverage,
-    Counting,
-    NeverCleared,
-    Scaling,
-    Reducing,
-    TwoLoaders,
-    Rated,
-    RatedAtTheEnd,
-    Gathering,
-    Looking,
-    Preparing,
-]
+LEARNERS = [Lit, Swapping, MovingAverage, Counting, Reducing, Rated, Looking, Preparing]
 
 
 def data() -> Any:
@@ -260,67 +182,6 @@ def test_a_client_is_measured_as_lightning_validates_it(learner: type[Lit]) -> N
         if "loss" not in expected:
             measured.pop("loss")  # where validation logs none, it is the training step's
         assert measured == pytest.approx(expected, rel=1e-6, abs=1e-9), client
-
-
-class Asking(FederatedCallback):
-    """Measures each client's samples at w, in the middle of a round."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[int, dict[str, float]] = {}
-
-    def on_local_start(self, clients: Any) -> None:
-        found = clients.evaluate(clients.w)
-        for j, client in enumerate(clients.client_ids):
-            self.seen[client] = {name: float(column[j]) for name, column in found.items()}
-
-
-# A vector is measured at itself, so of no learner that exchanges its weights.
-AT_VECTORS = [kind for kind in LEARNERS if kind not in (Swapping, MovingAverage)]
-
-
-@pytest.mark.parametrize("learner", AT_VECTORS, ids=lambda kind: kind.__name__)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_within_a_round_too(learner: type[Lit]) -> None:
-    """The loss is the training step's at the vector; the rest is what validation gives there."""
-    federation = data()
-    module = federated(learner(), engine="sequential", participation="all")
-    before = module.export()
-    asking = Asking()
-    trainer(1, [asking]).fit(module, federation)
-    x, y = federation._given_sets["train"]
-    for client, found in asking.seen.items():
-        own = federation.client_indices(client)
-        plain = copy.deepcopy(before)
-        loss = cross_entropy(plain.net(x[own]), y[own])
-        if learner is not Preparing:
-            assert found.pop("loss") == pytest.approx(float(loss.detach()), rel=1e-6)
-        loader = loader_of(federation, own)
-        (values,) = trainer(1).validate(plain, loader, verbose=False)
-        expected = {n.removeprefix("val/").removesuffix("_epoch"): v for n, v in values.items()}
-        expected.pop("loss", None)
-        found.pop("loss", None)
-        assert found == pytest.approx(expected, rel=1e-6, abs=1e-9), client
-
-
-class Requiring(Lit):
-    """As several loaders need it, without a default."""
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-
-
-def test_a_step_that_requires_the_number_of_its_loader_gets_the_first() -> None:
-    federation = data()
-    module = federated(Requiring())
-    seen = PerClientEvaluation()
-    trainer(1, [seen], limit_val_batches=0).fit(module, federation)
-    learner = Lit().double()
-    learner.load_state_dict(module.export().state_dict())
-    for client in range(5):
-        loader = loader_of(federation, federation.client_test_indices(client))
-        (values,) = trainer(1).validate(learner, loader, verbose=False)
-        assert seen.table["acc"][client] == pytest.approx(values["val/acc"])
 
 
 def test_the_copy_comes_out_of_it_as_it_went_in() -> None:

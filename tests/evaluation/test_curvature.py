@@ -18,10 +18,8 @@ from torch.nn.functional import cross_entropy
 from fl_lightning import InMemoryDataModule
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.curvature import Curvature, Hessian, measure, top, trace
-from fl_lightning.evaluation.evaluator import Evaluator
-from fl_lightning.evaluation.measured_samples import samples_of
+from fl_lightning.evaluation.evaluator import Evaluator, samples_of
 from fl_lightning.learner.layout import Layout
-from tests.helpers.processes import grouped
 
 
 class Net(pl.LightningModule):
@@ -140,20 +138,6 @@ def test_products_are_exact_and_the_standard_error_of_the_trace_is_true() -> Non
         away.append((mean - trace_is) / error)
     # what the standard error says is what one sees
     assert 0.3 < np.std(away) < 3 and abs(np.mean(away)) < 1.5
-
-
-def _spread(path: Any, rank: int, world: int) -> None:
-    torch.set_num_threads(1)
-    found = measured("BatchNorm and dropout")[0]
-    if rank == 0:
-        torch.save(found, path / f"{world}.pt")
-
-
-def test_one_and_two_processes_find_the_same(tmp_path: Any) -> None:
-    for world in (1, 2):
-        grouped(_spread, world, tmp_path)
-    one, two = (torch.load(tmp_path / f"{world}.pt", weights_only=False) for world in (1, 2))
-    assert one == two
 
 
 class Flat(pl.LightningModule):

@@ -100,14 +100,3 @@ def test_stochastic_weight_averaging_is_said_to_be_measured_nowhere() -> None:
     module = federated(engine="sequential")
     with pytest.warns(UserWarning, match=r"StochasticWeightAveraging.*trainer\.validate"):
         trainer(3, [averaging]).fit(module, data())
-
-
-def test_drift_is_measured_from_where_clients_begin() -> None:
-    """Under FedExP another model is evaluated than clients start from."""
-    drifts = []
-    for average in (True, False):
-        torch.manual_seed(0)
-        module = federated(engine="sequential", participation="all")
-        trainer(3, [c.ExtrapolatedStep(average=average), c.DriftLogger()]).fit(module, data())
-        drifts.append(float(module.trainer.callback_metrics["drift/norm"]))
-    assert drifts[0] == drifts[1]

@@ -15,11 +15,9 @@ from torch.nn.functional import cross_entropy
 from torchmetrics.classification import MulticlassAccuracy
 
 from fl_lightning import InMemoryDataModule
-from fl_lightning.callbacks import GlobalLossLogger
-from fl_lightning.evaluation.evaluator import Evaluator
-from fl_lightning.evaluation.measured_samples import drawn, samples_of
+from fl_lightning.evaluation.evaluator import Evaluator, samples_of
 from fl_lightning.learner.layout import Layout
-from tests.helpers.learners import Dropping, InPlace, Lit, Normed, blobs, federated, trainer
+from tests.helpers.learners import InPlace, Lit, blobs, federated, trainer
 from tests.helpers.processes import grouped
 
 
@@ -105,31 +103,20 @@ def test_each_client_at_its_own_model_with_what_validation_logs() -> None:
     found, w = evaluator(learner, data)
     models = w + 0.1 * torch.randn(3, len(w), dtype=w.dtype)
     samples = {i: data.client_indices(i) for i in (7, 2)} | {4: np.empty(0, np.int64)}
-    each = found.each(models, samples, step="validation_step")
-    assert each["samples"].tolist() == [len(samples[7]), len(samples[2]), 0]
+    measured = enumerate(samples.items())
+    each = [found.client(models[j], c, own, step="validation_step") for j, (c, own) in measured]
+    assert [one["samples"] for one in each] == [len(samples[7]), len(samples[2]), 0]
     for j, client in enumerate((7, 2)):
         x, y = held(data, [client])
         torch.nn.utils.vector_to_parameters(models[j], learner.parameters())
         out = learner.net(x)
-        assert float(each["loss"][j]) == pytest.approx(
+        assert float(each[j]["loss"]) == pytest.approx(
             float(cross_entropy(out, y).detach()), rel=1e-12
         )
-        assert float(each["val/acc"][j]) == pytest.approx(
+        assert float(each[j]["val/acc"]) == pytest.approx(
             float((out.argmax(1) == y).double().mean()), rel=1e-6
         )
-    assert each["loss"][2].isnan() and each["val/acc"][2].isnan() and "train/loss" not in each
-
-
-@pytest.mark.parametrize("kind", [Normed, Dropping])
-def test_evaluation_mode(kind: type[Lit]) -> None:
-    torch.manual_seed(0)
-    data, learner = blobs(), kind()
-    found, w = evaluator(learner, data)
-    x, y = held(data)
-    learner.eval()
-    assert found.mean(w, samples_of(data)).loss == pytest.approx(
-        float(cross_entropy(learner.net(x), y).detach()), rel=1e-12
-    )
+    assert np.isnan(each[2]["loss"]) and "train/loss" not in each[0]
 
 
 def test_a_step_that_writes_buffers_or_takes_gradients_itself() -> None:
@@ -159,15 +146,6 @@ def test_batches_fit_into_memory() -> None:
     assert batches[:-1] == [50] * (len(batches) - 1) and sum(batches) == data.client_sizes().sum()
 
 
-def test_a_drawn_subset_is_a_function_of_the_seed() -> None:
-    data = blobs()
-    one, again, other = (drawn(data, 50, seed, "some") for seed in (0, 0, 1))
-    flat = [np.concatenate(list(s.values())).tolist() for s in (one, again, other)]
-    assert flat[0] == flat[1] != flat[2] and len(set(flat[0])) == 50
-    assert all(set(own.tolist()) <= set(data.client_indices(i).tolist()) for i, own in one.items())
-    assert sum(map(len, drawn(data, 10**6, 0, "some").values())) == data.client_sizes().sum()
-
-
 def _share(path: Any, rank: int, world: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -175,10 +153,10 @@ def _share(path: Any, rank: int, world: int) -> None:
     found, w = evaluator(Rated(), data)
     shares = found.shares(samples, 17)
     total = found.sum(w, shares, found._term(True, "training_step"))
-    each, mean = found.each(w, samples), found.mean(w, samples)
+    mean = found.mean(w, samples)
     if rank == 0:
         sums = {"gradient": total.gradient, "loss": total.loss}
-        torch.save({**sums, "each": each["loss"], "mean": mean}, path / f"{world}.pt")
+        torch.save({**sums, "mean": mean}, path / f"{world}.pt")
 
 
 def test_processes_share_the_work_to_the_same_bits(tmp_path: Any) -> None:
@@ -186,7 +164,7 @@ def test_processes_share_the_work_to_the_same_bits(tmp_path: Any) -> None:
         grouped(_share, world, tmp_path)
     one, two = (torch.load(tmp_path / f"{world}.pt", weights_only=False) for world in (1, 2))
     assert torch.equal(one["gradient"], two["gradient"]) and torch.equal(one["loss"], two["loss"])
-    assert torch.equal(one["each"], two["each"]) and one["mean"].logged == two["mean"].logged
+    assert one["mean"].logged == two["mean"].logged
 
 
 def test_a_run_sees_nothing_of_it() -> None:
@@ -202,16 +180,3 @@ def test_a_run_sees_nothing_of_it() -> None:
         drawn_before, torch.get_rng_state()
     )
     assert logged == dict(module.trainer.callback_metrics) and module.learner.training
-
-
-def test_validation_may_log_without_its_steps() -> None:
-    """In `validation_step` Lightning logs by epoch, whether or not a step asks for it."""
-
-    class Silent(Lit):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            loss = cross_entropy(self.net(batch[0]), batch[1])
-            self.log("val/loss", loss, on_step=False)
-
-    run = trainer(1, [GlobalLossLogger(1)])
-    run.fit(federated(Silent()), blobs())
-    assert {"val/loss", "global/gap"} <= run.callback_metrics.keys()

@@ -13,11 +13,11 @@ from pytorch_lightning.callbacks import EMAWeightAveraging
 from fl_lightning import FederatedModule, UserError
 from fl_lightning.callbacks import ExactMatch, MultipleChoice
 from fl_lightning.datamodules import InstructionTuning
-from fl_lightning.evaluation.instruction_records import prompt_of
-from fl_lightning.metrics import higher_is_better
+from fl_lightning.datamodules.formats.tokens import tokenizer_of
+from fl_lightning.evaluation.instruction_records import prompt_of, question_of
 from fl_lightning.models import CausalLanguageModel
-from tests.helpers.learners import Lit, blobs, federated, trainer
-from tests.helpers.texts import opt
+from tests.helpers.learners import trainer
+from tests.helpers.texts import opt, tokenizer_folder
 from tests.test_weight_averaging import Saving
 
 pytest.importorskip("transformers", reason="texts need transformers")
@@ -90,6 +90,41 @@ def test_answers_word_for_word(tmp_path: Path) -> None:
     assert matches, "the network has learned some of them"
 
 
+def test_an_answer_in_a_conversation(tmp_path: Path) -> None:
+    """Learned by heart, and asked for as it was learned."""
+    talks = [
+        {"messages": [{"role": "user", "content": f"say {w}"}, {"role": "assistant", "content": w}]}
+        for w in ("a", "bb")
+    ]
+    wrong = [{"messages": [talks[0]["messages"][0], {"role": "assistant", "content": "zz"}]}]
+    torch.manual_seed(0)
+    data = InstructionTuning(None, talks, length=64, num_clients=1, batch_size=2, seed=0)
+    path = written(tmp_path / "x.jsonl", [*talks, *wrong])
+    module = FederatedModule(
+        CausalLanguageModel(config=opt(), lr=0.01), participation="all", local_steps=60, seed=0
+    )
+    run = trainer(1, [ExactMatch(path, max_new_tokens=4)])
+    run.fit(module, data)
+    assert float(run.callback_metrics["generation/exact_match"]) == pytest.approx(2 / 3)
+
+
+def test_a_conversation_without_an_answer_is_refused(tmp_path: Path) -> None:
+    for messages, says in (("x", "not a list"), ([{"role": "user", "content": "a"}], "no answer")):
+        with pytest.raises(UserError, match=f"record 1, has .*{says}"):
+            ExactMatch(written(tmp_path / "x.jsonl", [{"messages": messages}]))
+
+
+def test_questions_begin_as_the_tokenizer_begins_a_text(tmp_path: Path) -> None:
+    """So that a question is what the network learned to answer."""
+    folder = tokenizer_folder(tmp_path / "words", bos=True)
+    record = {"instruction": "the king", "output": "good"}
+    encoder = tokenizer_of(folder)
+    assert question_of(record, "{instruction}", encoder)[0][0] == 0
+    rows = [{"prompt": "the king", "choices": ["good", "no"], "answer": 0}]
+    choice = MultipleChoice(written(tmp_path / "x.jsonl", rows))
+    assert choice.lengths(encoder) == [4]
+
+
 @pytest.mark.parametrize("lora", [None, {"r": 2, "target_modules": ["q_proj"]}])
 def test_the_networks_settings_of_generation_change_no_answer(lora: Any) -> None:
     if lora:
@@ -137,36 +172,3 @@ def test_they_change_no_bit_of_training(tmp_path: Path) -> None:
         ExactMatch(written(tmp_path / "y.jsonl", RECORDS), 2, 1, "{instruction}"),
     )
     assert torch.equal(fitted(*asked)[0].global_vector, fitted()[0].global_vector)
-
-
-def test_which_way_is_better_is_known() -> None:
-    for name in ("choice/acc", "choice/acc_norm", "generation/exact_match"):
-        assert higher_is_better(name)
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "a", "choices": ["b"], "answer": 1},
-        {"prompt": "a", "choices": ["b", ""], "answer": 0},
-        {"prompt": "a", "choices": "bc", "answer": 0},
-        {"choices": ["b"], "answer": 0},
-        {"prompt": "a", "choices": ["b"], "answer": "b"},
-    ],
-)
-def test_a_row_that_is_no_question_is_named(tmp_path: Path, row: Any) -> None:
-    path = written(tmp_path / "x.jsonl", [ROWS[0], row])
-    with pytest.raises(UserError, match=r"x\.jsonl', record 2,.*choices"):
-        MultipleChoice(path)
-
-
-def test_other_learners_and_data_are_refused_by_name(tmp_path: Path) -> None:
-    path = written(tmp_path / "x.jsonl", ROWS)
-    with pytest.raises(UserError, match=r"MultipleChoice needs.*log_likelihood.*Lit"):
-        trainer(1, [MultipleChoice(path)]).fit(federated(Lit()), blobs())
-
-
-def test_a_text_that_does_not_fit_is_named(tmp_path: Path) -> None:
-    """Alpaca's prompt has more bytes than the network has places."""
-    with pytest.raises(UserError, match=r"record 3, has \d+ tokens.*at most 64"):
-        fitted(ExactMatch(written(tmp_path / "x.jsonl", RECORDS)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.faults.faults_list import Fault
 
-BASE, SENT = "fl_lightning/round/base_weights.py", "fl_lightning/deploy/sent_base.py"
+BASE, SENT = "fl_lightning/round/base_weights.py", "fl_lightning/deploy/sent_model.py"
 LOW_RANK, FLORA = "fl_lightning/round/low_rank.py", "callbacks/adapters/stacked_adapters.py"
 
 ADAPTER_FAULTS = [

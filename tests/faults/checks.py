@@ -7,22 +7,25 @@ from __future__ import annotations
 
 SERVER = "tests/aggregation/test_server_update.py"
 HOOKS, THREADS = "tests/test_callback_list.py", "tests/engines/test_threads.py"
-BUFFERS = "tests/callbacks/test_personal_buffers.py"
+BUFFERS = "tests/callbacks/test_personal_methods.py"
 LOOKS = "tests/client/test_forward_hooks.py"
 STEPS, CHOICES = "tests/client/test_gradient_at.py", "tests/round/test_selection.py"
 ENDS, TAKEN = "tests/round/test_round_hooks.py", "tests/round/test_steps.py"
 ROWS = "tests/round/test_rows_of_states.py"
 ORACLE, CONTRACTS = "tests/callbacks/test_oracle_agreement.py", "tests/contracts"
-MODERN = "tests/callbacks/test_modern_agreement.py"
-ADAPTERS, BASES = "tests/callbacks/test_adapters.py", "tests/callbacks/test_adapters_base.py"
+ADAPTERS = "tests/callbacks/test_adapters.py"
 AT_SITES = "tests/deploy/test_adapters.py"
 GPU = "tests/engines/test_gpu.py"
+DECENTRALISED = [
+    "tests/callbacks/test_decentralised.py",
+    "tests/callbacks/test_decentralised_oracle.py",
+]
 ROUND = [SERVER, "tests/test_loop_saved.py", "tests/test_loop.py", ORACLE]
 CORE: dict[str, list[str]] = {
     "fl_lightning/schedules.py": ["tests/test_schedules.py", "fl_lightning/schedules.py"],
     "fl_lightning/round/cohort.py": [
         "tests/round/test_cohort.py",
-        "tests/engines/trials/test_batch_check.py",
+        "tests/engines/trials/test_trials.py",
         TAKEN,
     ],
     "fl_lightning/round/context.py": [
@@ -43,7 +46,7 @@ CORE: dict[str, list[str]] = {
         STEPS,
         "tests/callbacks/test_clustered_models.py",
     ],
-    "fl_lightning/round/client_group.py": ["tests/round/test_clients.py", HOOKS, STEPS, MODERN],
+    "fl_lightning/round/client_group.py": ["tests/round/test_clients.py", HOOKS, STEPS, ORACLE],
     "fl_lightning/aggregation/over_processes.py": ["tests/aggregation/test_over_processes.py", GPU],
     "fl_lightning/aggregation/traffic.py": [
         "tests/aggregation/test_traffic.py",
@@ -75,10 +78,10 @@ CORE: dict[str, list[str]] = {
         ENDS,
         "tests/client/test_client_scheduler.py",
         "tests/learner/test_learner_hooks.py",
-        "tests/callbacks/test_byzantine_clients.py",
+        "tests/callbacks/test_robust_aggregation.py",
+        "tests/callbacks/test_record_privacy.py",
         LOOKS,
     ],
-    "fl_lightning/aggregation/all_updates.py": ["tests/aggregation/test_gathering.py"],
     "fl_lightning/client/client_trainer.py": [
         "tests/client/test_client_trainer.py",
         "tests/client/test_local_step.py",
@@ -91,38 +94,31 @@ CORE: dict[str, list[str]] = {
         THREADS,
         GPU,
     ],
-    "fl_lightning/engines/engine_plan.py": ["tests/engines/test_engine_plan.py"],
-    "fl_lightning/engines/auto.py": [
-        "tests/engines/test_auto.py",
-        "tests/engines/test_auto_runs.py",
-    ],
+    "fl_lightning/engines/engine_plan.py": ["tests/engines/test_choice.py"],
+    "fl_lightning/engines/auto.py": ["tests/engines/test_auto.py"],
     "fl_lightning/engines/registry.py": [
         "tests/engines/test_choice.py",
-        "tests/engines/test_fast_switch.py",
         THREADS,
-        "tests/engines/fast/test_stacked.py",
+        "tests/engines/test_unequal_clients.py",
         GPU,
     ],
     "fl_lightning/engines/choice.py": [
         "tests/engines/test_choice.py",
-        "tests/engines/trials/test_trial_steps.py",
-        "tests/engines/test_auto_runs.py",
-        "tests/engines/test_fast_switch.py",
+        "tests/engines/trials/test_trials.py",
+        "tests/engines/test_auto.py",
         THREADS,
-        "tests/engines/fast/test_stacked.py",
+        "tests/engines/test_unequal_clients.py",
         "tests/client/test_frozen_parameters.py",
     ],
     "fl_lightning/engines/trials/trial_steps.py": [
-        "tests/engines/trials/test_trial_steps.py",
+        "tests/engines/trials/test_trials.py",
         "tests/engines/test_hidden_state.py",
-        "tests/engines/test_caches.py",
         "tests/client/test_frozen_parameters.py",
     ],
     "fl_lightning/learner/attributes.py": [
         "tests/learner/test_attributes.py",
         "tests/engines/test_hidden_state.py",
-        "tests/engines/test_caches.py",
-        "tests/engines/fast/test_capture_refusals.py",
+        "tests/engines/fast/test_capture.py",
     ],
     "fl_lightning/virtual/buffered.py": ["tests/systems"],
     "fl_lightning/virtual/conditions.py": ["tests/systems"],
@@ -146,66 +142,39 @@ CORE: dict[str, list[str]] = {
         GPU,
     ],
     "datamodules/partitions/partition.py": [
-        "tests/datamodules/test_partition_parts.py",
         "tests/datamodules/test_partitions.py",
     ],
     "datamodules/partitions/label_skew.py": [
-        "tests/datamodules/test_label_skew.py",
         "tests/datamodules/test_partitions.py",
     ],
 }
-LOGGERS, DISTANCES = (
-    "tests/callbacks/test_model_loggers.py",
-    "tests/callbacks/test_distance_loggers.py",
-)
-LOOKING = "tests/callbacks/test_looking_methods.py"
+OF_2026 = "tests/callbacks/test_oracle_of_2026.py"
+LOGGERS = "tests/callbacks/test_model_loggers.py"
+LOOKING = "tests/callbacks/test_identities.py"
 COMPRESSION = "tests/callbacks/test_compression.py"
 METHODS = [
     ORACLE,
-    MODERN,
+    "tests/callbacks/test_refusals.py",
     "tests/callbacks/test_identities.py",
     "tests/callbacks/test_clustered_models.py",
     "tests/callbacks/test_compositions.py",
     COMPRESSION,
     "tests/callbacks/test_partial_averaging.py",
     LOGGERS,
-    DISTANCES,
-    "tests/callbacks/test_arguments_and_notes.py",
     "tests/callbacks/test_robust_aggregation.py",
-    "tests/callbacks/test_byzantine_clients.py",
     "tests/callbacks/test_power_of_choice.py",
     "tests/callbacks/test_differential_privacy.py",
+    "tests/callbacks/test_record_privacy.py",
     "tests/callbacks/test_personal_methods.py",
-    LOOKING,
     "tests/callbacks/test_per_client_evaluation.py",
     CONTRACTS,
     GPU,
 ]
 OWN = {  # where neither the test of its name nor the oracle sees most of it
     "byzantine_clients": ORACLE,
-    **dict.fromkeys(
-        (
-            "adam_direction",
-            "adaptive_local_aggregation",
-            "decay_within_round",
-            "fair_aggregation",
-            "fixed_head",
-            "global_direction",
-            "global_update_guidance",
-            "lookahead_momentum",
-            "meta_gradient",
-            "mixed_personal_model",
-            "momentum_guided_perturbation",
-            "muon_direction",
-            "personal_head",
-            "prototype_pull",
-            "server_ascent",
-        ),
-        MODERN,
-    ),
     "communication_logger": "tests/callbacks/test_compositions.py",
-    "consensus_distance_logger": DISTANCES,
-    "drift_logger": DISTANCES,
+    "consensus_distance_logger": LOGGERS,
+    "drift_logger": LOGGERS,
     "global_loss_logger": LOGGERS,
     "hessian_logger": LOGGERS,
     "error_feedback_21": COMPRESSION,
@@ -215,9 +184,12 @@ OWN = {  # where neither the test of its name nor the oracle sees most of it
     "random_epochs": TAKEN,
     "random_k": COMPRESSION,
     **dict.fromkeys(("factor_schedule", "padded_ranks", "truncated_product"), ADAPTERS),
-    **dict.fromkeys(("stacked_adapters", "residual_merge", "corrected_factor"), BASES),
+    **dict.fromkeys(("stacked_adapters", "residual_merge", "corrected_factor"), ADAPTERS),
     "sign_update": COMPRESSION,
-    "top_k_compression": COMPRESSION,
+    **dict.fromkeys(("aligned_duals", "augmented_models", "dynamic_regularization"), OF_2026),
+    **dict.fromkeys(("decorrelated_features", "trajectory_distillation"), OF_2026),
+    **dict.fromkeys(("discrepancy_weights", "soap_direction", "update_memory"), OF_2026),
+    **dict.fromkeys(("orthogonal_factor", "scaled_heads"), OF_2026),
 }
 
 
@@ -233,11 +205,17 @@ def of_method(file: str) -> list[str]:
 
 
 OTHERS: dict[str, list[str]] = {  # files of named faults alone
-    "fl_lightning/learner/adapters.py": [BASES],
-    "fl_lightning/round/base_weights.py": [BASES],
+    "fl_lightning/aggregation/exchange.py": DECENTRALISED,
+    "fl_lightning/round/neighbourhood.py": DECENTRALISED,
+    **{
+        f"callbacks/decentralised/{name}.py": DECENTRALISED
+        for name in ("gossip", "gradient_tracking", "push_sum", "without_server")
+    },
+    "fl_lightning/learner/adapters.py": [ADAPTERS],
+    "fl_lightning/round/base_weights.py": [ADAPTERS],
     "fl_lightning/round/low_rank.py": [ADAPTERS],
     "fl_lightning/round/partial_training.py": [ADAPTERS],
-    "fl_lightning/deploy/sent_base.py": [AT_SITES],
+    "fl_lightning/deploy/sent_model.py": [AT_SITES],
     "fl_lightning/callback.py": [ENDS, "tests/callbacks/test_clustered_models.py"],
     "fl_lightning/round/declared_state.py": ["tests/round/test_transaction.py", ROWS],
     "fl_lightning/module.py": [TAKEN],
@@ -250,6 +228,7 @@ OTHERS: dict[str, list[str]] = {  # files of named faults alone
         "tests/test_module.py",
     ],
     "fl_lightning/learner/taps.py": [LOOKS],
+    "fl_lightning/machine/random_state.py": [LOOKS, STEPS],
     "fl_lightning/client/forward_hooks.py": [LOOKS, LOOKING, ORACLE],
     "fl_lightning/client/flat_learner.py": [LOOKS, LOOKING, ORACLE, GPU],
     "fl_lightning/callback_list.py": [LOOKS, ORACLE],

@@ -55,7 +55,7 @@ FAULTS = [
         [
             (
                 "callbacks/drift/proximal_term.py",
-                "gradient.add_(clients.x - clients.w, alpha=self.mu)",
+                "gradient.add_(clients.x - towards, alpha=self.mu)",
                 "gradient.add_((a := clients.x - clients.w) / (1e-12 + clients.norm(a)), "
                 "alpha=self.mu)",
             )
@@ -122,8 +122,8 @@ FAULTS = [
         [
             (
                 "fl_lightning/schedules.py",
-                "math.pi * round / self.rounds",
-                "math.pi * max(round - 1, 0) / self.rounds",
+                "math.pi * (round - self.warmup)",
+                "math.pi * max(round - self.warmup - 1, 0)",
             )
         ],
     ),
@@ -170,7 +170,7 @@ FAULTS = [
         "updates are gathered in another order than the clients'",
         [
             (
-                "fl_lightning/aggregation/all_updates.py",
+                "fl_lightning/aggregation/server_update.py",
                 "zip(rows, transaction.finished, s",
                 "zip(rows, transaction.finished[::-1], s",
             )
@@ -182,8 +182,8 @@ FAULTS = [
             (
                 "fl_lightning/aggregation/server_update.py",
                 'methods.run("on_updates", server)\n        '
-                "all_updates.add_up(transaction, transaction.gathered)",
-                "all_updates.add_up(transaction, transaction.gathered)\n        "
+                "add_up(transaction, transaction.gathered)",
+                "add_up(transaction, transaction.gathered)\n        "
                 'methods.run("on_updates", server)',
             )
         ],
@@ -193,8 +193,8 @@ FAULTS = [
         [
             (
                 "fl_lightning/client/local_step.py",
-                "            self.before.restore()\n",
-                "            pass\n",
+                "drawn_again(self.before, self.model.x)",
+                "drawn_again(None, self.model.x)",
             )
         ],
     ),

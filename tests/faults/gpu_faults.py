@@ -84,7 +84,7 @@ GPU_FAULTS = [
     ),
     Fault(
         "on a GPU: a step is not watched before it is captured",
-        [(CAPTURE, "            with Refusing():", "            with suppress():")],
+        [(CAPTURE, "        return Refusing()", "        return suppress()")],
     ),
     Fault(
         "on a GPU: a recording that fails puts w's own bits back",

@@ -9,6 +9,7 @@ MOON, FEDNTD, FEDLC = (
     for name in ("model_contrast", "not_true_distillation", "logit_calibration")
 )
 TAPS = "fl_lightning/learner/taps.py"
+RANDOM = "fl_lightning/machine/random_state.py"
 LOOKS, COPY = (f"fl_lightning/client/{name}.py" for name in ("forward_hooks", "flat_learner"))
 
 LOOKING_FAULTS = [
@@ -75,11 +76,11 @@ LOOKING_FAULTS = [
     ),
     Fault(
         "a look draws other numbers",
-        [(LOOKS, "            before.restore()\n", "            pass\n")],
+        [(LOOKS, "drawn_again(before, copy.x)", "drawn_again(None, copy.x)")],
     ),
     Fault(
         "a look's draws stay",
-        [(LOOKS, "                now.restore()\n", "                pass\n")],
+        [(RANDOM, "        present.restore()\n", "        pass\n")],
     ),
     Fault(
         "after a look the learner is at x, not at the perturbed point",

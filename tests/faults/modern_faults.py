@@ -16,7 +16,18 @@ ROD = "callbacks/personal/personal_head.py"
 PROTO = "callbacks/personal/prototype_pull.py"
 META = "callbacks/personal/meta_gradient.py"
 PRIVACY = "callbacks/robust/differential_privacy.py"
+RECORDS = "callbacks/robust/record_privacy.py"
 STEP = "fl_lightning/client/local_step.py"
+ALIGNED = "callbacks/drift/aligned_duals.py"
+ADMM = "callbacks/drift/augmented_models.py"
+DYN = "callbacks/drift/dynamic_regularization.py"
+MEMORY = "callbacks/server/update_memory.py"
+DISCO = "callbacks/server/discrepancy_weights.py"
+DECORR = "callbacks/losses/decorrelated_features.py"
+GMT = "callbacks/losses/trajectory_distillation.py"
+SOAP = "callbacks/directions/soap_direction.py"
+SVD = "callbacks/adapters/orthogonal_factor.py"
+RAVAN = "callbacks/adapters/scaled_heads.py"
 
 MODERN_FAULTS = [
     Fault(
@@ -168,6 +179,62 @@ MODERN_FAULTS = [
         ],
     ),
     Fault(
+        "DP-SGD: samples are not clipped",
+        [(RECORDS, "alpha=min(1.0, self.clip / norm) if norm > 0 else 1.0", "alpha=1.0")],
+    ),
+    Fault(
+        "DP-SGD: the sum is clipped, and not each sample",
+        [(RECORDS, "gradients.unbind(1)", "[gradients.sum(1)]")],
+    ),
+    Fault(
+        "DP-SGD: the noise is that of a mean, and not of a sum",
+        [
+            (
+                RECORDS,
+                "alpha=sigma * self.clip)",
+                "alpha=sigma * self.clip / expected)",
+            )
+        ],
+    ),
+    Fault(
+        "DP-SGD: anybody who knows the run's seed can compute the noise",
+        [(RECORDS, 'return "secret" if self.noise_seed is None else self.noise_seed', "return 1")],
+    ),
+    Fault(
+        "DP-SGD: epsilon is of a client in the middle",
+        [(RECORDS, "return max(spent, default=(0.0, 0))", "return min(spent, default=(0.0, 0))")],
+    ),
+    Fault(
+        "DP-SGD: what is not finite makes the sum so",
+        [(RECORDS, "if math.isfinite(norm):", "if True:")],
+    ),
+    Fault(
+        "DP-SGD: a step is divided by its own number of samples",
+        [
+            (
+                RECORDS,
+                "expected = self._batch_of(int(clients.sizes))",
+                "expected = int(clients.sizes)",
+            )
+        ],
+    ),
+    Fault(
+        "DP-SGD: the run stops one round too late",
+        [(RECORDS, "counts[ids] += self._in_round(steps, ids).numpy()", "pass")],
+    ),
+    Fault(
+        "DP-SGD: shuffled batches are counted as drawn by coins",
+        [(RECORDS, 'if self.sampling == "shuffle" or not size:', "if not size:")],
+    ),
+    Fault(
+        "DP-SGD: one client's losses reach another method",
+        [("fl_lightning/round/clients.py", 'self._check_samples("clients.evaluate")', "pass")],
+    ),
+    Fault(
+        "the gradient of a sample has what is not trained",
+        [(STEP, "gradients.masked_fill_(self.untrained[:, None], 0.0)", "pass")],
+    ),
+    Fault(
         "the direction of a step is that of the gradient",
         [
             (
@@ -175,6 +242,169 @@ MODERN_FAULTS = [
                 "return self.trained_part(self.after(self.directions, gradient))",
                 "return self.trained_part(self.after(self.directions[1:], gradient))",
             )
+        ],
+    ),
+    Fault(
+        "A-FedPD: the dual's sign is flipped",
+        [(ALIGNED, ".sub_(self.anchor[clients])", ".add_(self.anchor[clients])")],
+    ),
+    Fault(
+        "A-FedPD: participants' rows are not measured from the mean",
+        [(ALIGNED, "deviation += back", "pass")],
+    ),
+    Fault(
+        "A-FedPD: absent duals stay, as FedDyn's",
+        [
+            (
+                ALIGNED,
+                "self.lambda_mean -= self.penalty * self.moved.mean()",
+                "self.lambda_mean -= self.penalty * self.moved.sum() / server.num_clients",
+            )
+        ],
+    ),
+    Fault(
+        "FedADMM: the change of the dual is not sent",
+        [(ADMM, "return moved + moved", "return moved")],
+    ),
+    Fault(
+        "FedADMM: the client's last model stays w^0",
+        [(ADMM, "self.last[clients] = clients.x", "pass")],
+    ),
+    Fault(
+        "FedADMM: the dual climbs along the update",
+        [
+            (
+                ADMM,
+                "self.lambda_i[clients].sub_(clients.x",
+                "self.lambda_i[clients].add_(clients.x",
+            )
+        ],
+    ),
+    Fault(
+        "FedGMT: steps are pulled to w, as FedDyn's",
+        [(DYN, "if self.pull:", "if True:")],
+    ),
+    Fault(
+        "FedGMT: the duals' anchor has w, which without the pull nothing cancels",
+        [(DYN, "if not self.pull:", "if False:")],
+    ),
+    Fault(
+        "FedVARP: the memory of absent clients is lost",
+        [(MEMORY, "self.y_mean += share", "self.y_mean = self.delta.mean()")],
+    ),
+    Fault(
+        "MIFA: the mean is over participants",
+        [(MEMORY, "self.delta.sum() / server.num_clients", "self.delta.sum() / server.n")],
+    ),
+    Fault(
+        "MIFA: memories are of the update, not of the update over η",
+        [(MEMORY, "u = u / clients.lr.to(u)", "pass")],
+    ),
+    Fault(
+        "FedDisco: weights do not sum to 1",
+        [(DISCO, "weights = weights / weights.sum()", "pass")],
+    ),
+    Fault(
+        "FedDisco: KL is taken from the target to the client",
+        [
+            (
+                DISCO,
+                "(torch.xlogy(q, q) - torch.xlogy(q, target))",
+                "(torch.xlogy(target, target) - torch.xlogy(target, q + 1e-9))",
+            )
+        ],
+    ),
+    Fault(
+        "FedDisco: a distance is not divided by the participants' sum",
+        [(DISCO, "distance = distance / distance.sum()", "pass")],
+    ),
+    Fault(
+        "FedDecorr: features are not standardised",
+        [
+            (
+                DECORR,
+                "centred / torch.sqrt(1e-8 + centred.square().sum(0) / (samples - 1))",
+                "centred",
+            )
+        ],
+    ),
+    Fault(
+        "FedDecorr: the term is not divided by the batch",
+        [(DECORR, "(width * (width - 1) * samples)", "(width * (width - 1))")],
+    ),
+    Fault(
+        "FedGMT: e takes the share of w that it should keep",
+        [
+            (
+                GMT,
+                "self.decay * self.e + (1 - self.decay) * server.w",
+                "(1 - self.decay) * self.e + self.decay * server.w",
+            )
+        ],
+    ),
+    Fault(
+        "FedGMT: KL is taken from the student to the teacher",
+        [
+            (
+                GMT,
+                "log_softmax(student, 1), log_softmax(teacher, 1)",
+                "log_softmax(teacher, 1), log_softmax(student, 1)",
+            )
+        ],
+    ),
+    Fault(
+        "FedGMT: τ² is left out",
+        [(GMT, "self.strength * (self.temperature * self.temperature)", "self.strength")],
+    ),
+    Fault(
+        "SOAP: v is not reordered with the basis",
+        [(SOAP, "v.copy_(v.gather(j, rows.expand_as(v)))", "pass")],
+    ),
+    Fault(
+        "SOAP: the first step is not skipped",
+        [
+            (
+                SOAP,
+                "direction = torch.zeros_like(gradient)",
+                "direction = torch.zeros_like(gradient) if k else gradient.clone()",
+            )
+        ],
+    ),
+    Fault(
+        "SOAP: the first moment stays in the old basis",
+        [(SOAP, "times(along, basis.mT, j)", "along")],
+    ),
+    Fault(
+        "FedPAC SOAP: clients start with G = 0",
+        [(SOAP, "self.g[clients] = self.G", "pass")],
+    ),
+    Fault(
+        "FedSVD: QR of A in place of the SVD of the product",
+        [
+            (
+                SVD,
+                "low_rank.cut(b, a, adapter.rank, a)",
+                "(torch.linalg.qr(a.T)[0].T, b @ torch.linalg.qr(a.T)[1].T)",
+            )
+        ],
+    ),
+    Fault(
+        "FedSVD: round 0 counts as the end of a period",
+        [(SVD, "(server.round + 1) % self.period", "server.round % self.period")],
+    ),
+    Fault(
+        "FedSVD: a client with an old A is not sent the new one",
+        [(SVD, "int(self.changed) > (last or 0)", "int(self.changed) > t")],
+    ),
+    Fault(
+        "RAVAN: scales are not folded into cores",
+        [(RAVAN, "(s[:, :, None] * h).flatten(1)", "h.flatten(1)")],
+    ),
+    Fault(
+        "RAVAN: scales are averaged too",
+        [
+            (RAVAN, "message[:, scale] = 0.0", "pass"),
+            (RAVAN, "server.update[scale] = 0.0", "pass"),
         ],
     ),
 ]

@@ -23,6 +23,7 @@ from functools import cache, partial
 
 from tests.faults.adapter_faults import ADAPTER_FAULTS
 from tests.faults.checks import CORE, OTHERS, of_method
+from tests.faults.decentralised_faults import DECENTRALISED_FAULTS
 from tests.faults.faults_list import FAULTS, Fault
 from tests.faults.gpu_faults import GPU_FAULTS
 from tests.faults.hook_faults import HOOK_FAULTS
@@ -294,6 +295,7 @@ def main(arguments: list[str]) -> int:
         *HOOK_FAULTS,
         *MODERN_FAULTS,
         *ADAPTER_FAULTS,
+        *DECENTRALISED_FAULTS,
         *GPU_FAULTS,
     ]
     faults = [f for f in listed if not names or any(n in f.name for n in names)]

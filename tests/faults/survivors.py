@@ -85,9 +85,10 @@ SURVIVORS = {
     ),
     **_equal(
         "global_sharpness_aware_minimization",
-        "self.dual[clients] = self.mu_i[clients] - self.last[clients]",
+        "self.dual[clients] = mu_i if self.ignore_last else mu_i - self.last[clients]",
         "equivalent: U is brought to length r, so its scale does not matter",
-        "factor: self.dual[clients] = self.mu_i[clients] - self.last[clients] (column 0)",
+        "factor: self.dual[clients] = mu_i if self.ignore_last else mu_i - self.last[clients] "
+        "(column 0)",
     ),
     **_equal(
         "global_sharpness_aware_minimization",
@@ -123,13 +124,6 @@ SURVIVORS = {
         "if self.kept_mask is not None and self.kept_origin is not None:",
         "equivalent: both are there, or neither",
         "and ↔ or: self.kept_mask is not None and self.kept_origin is not None (column 3)",
-    ),
-    **_equal(
-        "fl_lightning/client/local_step.py",
-        "self.all_generators = before.drawn_since()",
-        "equivalent but slower: generators that nobody draws from are read and put back in "
-        "each step",
-        "left out: self.all_generators = before.drawn_since() (column 0)",
     ),
     **_equal(
         "fl_lightning/aggregation/over_processes.py",

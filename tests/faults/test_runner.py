@@ -14,6 +14,7 @@ from pathlib import Path
 from tests.faults import planting
 from tests.faults.adapter_faults import ADAPTER_FAULTS
 from tests.faults.checks import CORE
+from tests.faults.decentralised_faults import DECENTRALISED_FAULTS
 from tests.faults.faults_list import FAULTS
 from tests.faults.gpu_faults import GPU_FAULTS
 from tests.faults.hook_faults import HOOK_FAULTS
@@ -70,6 +71,7 @@ def test_each_fault_of_the_list_has_its_place_in_the_code() -> None:
         *HOOK_FAULTS,
         *MODERN_FAULTS,
         *ADAPTER_FAULTS,
+        *DECENTRALISED_FAULTS,
         *GPU_FAULTS,
     ]:
         assert edited(fault), fault.name

@@ -37,7 +37,7 @@ def methods(config: Config) -> list[Any]:
     if config.beta is not None:
         made.append(c.RelaxedInitialization(given["beta"], given["aggregate"], config.offset))
     if config.scaffold is not None:
-        made.append(c.ControlVariates(given["scaffold"]))
+        made.append(c.ControlVariates(given["scaffold"], config.scaffold_momentum))
     if config.sam is not None:
         made.append(c.SharpnessAwareMinimization(given["sam"]))
     if config.mu is not None:
@@ -82,10 +82,38 @@ def methods(config: Config) -> list[Any]:
         made.append(c.RobustAggregation(**config.robust))
     if config.attack is not None:
         made.append(c.ByzantineClients(config.attack[0], 0.4, config.attack[1]))
+    made += [MADE[name](value) for name, value in config.modern.items()]
     if config.parts:
         periods = {pattern: period_of(config, where) for pattern, where in PATTERNS.items()}
         made.append(c.PartialAveraging(periods=periods))
     return made
+
+
+def muon(given: dict[str, Any]) -> Any:
+    """The oracle excludes tensors by their places."""
+    names = ["net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"]
+    excluded = [names[place] for place in given.get("exclude", ())]
+    return c.MuonDirection(**{**given, "exclude": excluded})
+
+
+# What the components of the oracle's modern.py stand for.
+MADE: dict[str, Any] = {
+    "adam": lambda given: c.AdamDirection(**given),
+    "muon": muon,
+    "direction": lambda given: c.GlobalDirection(*given),
+    "decay": c.DecayWithinRound,
+    "lookahead": c.LookaheadMomentum,
+    "ascent": c.ServerAscent,
+    "toga": lambda given: c.GlobalUpdateGuidance(**given),
+    "wmsam": lambda given: c.MomentumGuidedPerturbation(**given),
+    "mixed": lambda given: c.MixedPersonalModel(*given),
+    "ala": lambda given: c.AdaptiveLocalAggregation("last", *given),
+    "meta": lambda given: c.MetaGradient(*given),
+    "rod": c.PersonalHead,
+    "proto": lambda strength: c.PrototypePull(3, 4, strength),
+    "fair": c.FairAggregation,
+    "fixed_head": lambda given: c.FixedHead(),
+}
 
 
 def given_or(value: Any) -> Any:
@@ -254,6 +282,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "fedspeed": (0.2, 0.75, 0.1, True, "all"),
         "scaffold": "displacement",
     },
+    "FedSpeed + EF-signSGD": {"fedspeed": (0.2, 1.0, 0.05, True, "all"), "compression": SIGN},
     "FedSpeed as printed": {"fedspeed": (0.1, 0.5, 0.1, False, "participants")},
     "FedSpeed as printed + RI": {"fedspeed": (0.3, 0.875, 0.1, True, "participants"), "beta": 0.1},
     "FedALS + FedSpeed": {"parts": ALS, "fedspeed": (0.1, 0.5, 0.1, True, "all")},
@@ -349,4 +378,101 @@ METHODS: dict[str, dict[str, Any]] = {
         "beta": lambda t: 0.1 * (-1) ** t,
         "feddyn": lambda t: 0.1 + 0.1 * t,
     },
+}
+# ε is large enough that its derivative is moderate.
+ADAM: dict[str, Any] = {"adam": {"epsilon": 1e-3}}
+SECOND: dict[str, Any] = {"adam": {"epsilon": 1e-3, "second": "averaged"}}
+BOTH: dict[str, Any] = {"adam": {"epsilon": 1e-3, "first": "averaged", "second": "averaged"}}
+FULL: dict[str, Any] = {"adam": {"epsilon": 1e-3, "second": "averaged", "share": "full"}}
+ADD, MIX = {"direction": (0.5, "add")}, {"direction": (0.5, "mix")}
+LMO: dict[str, Any] = {
+    "momentum": 0.3,
+    "nesterov": False,
+    "start": "own",
+    "variates": True,
+    "average": "all",
+    "vectors": "unit",
+    "orthogonaliser": "svd",
+    "adjust": "none",
+}
+AVERAGED = {"momentum": 0.8, "start": "averaged"}
+TOGA = {"toga": {"radius": 0.05, "kappa": 2.0, "beta": 0.9}}
+GUIDED = {"radius": 0.05, "alpha": 0.3, "rate": 0.4, "lower": 0.2, "upper": 0.8}
+SCAFFOLD: dict[str, Any] = {"scaffold": "displacement"}
+# The first layer is averaged every third round, the last bias never.
+PARTS: dict[str, Any] = {"parts": [(part("net.0.*"), 3), (part("net.2.bias"), None)]}
+# The methods of 2023 to 2026, each alone and beside others.
+MODERN: dict[str, dict[str, Any]] = {
+    "FedSWA": {"modern": {"decay": 0.1}},
+    "FedSWA, rising, + FedProx + RI": {"modern": {"decay": 1.5}, "mu": 0.1, "beta": 0.1},
+    "FedMoSWA": {"modern": {"decay": 0.1}, **SCAFFOLD, "scaffold_momentum": 0.4},
+    "SCAFFOLD with momentum + SAM": {**SCAFFOLD, "scaffold_momentum": 0.4, "sam": 0.05},
+    "FedSWA + SCAFFOLD + RI": {"modern": {"decay": 0.3}, **SCAFFOLD, "beta": 0.1},
+    "Local AdamW": {"modern": ADAM},
+    "averaged AdamW": {"modern": BOTH},
+    "averaged AdamW, tensors, betas": {
+        "modern": {"adam": {**BOTH["adam"], "share": "tensor", "betas": (0.8, 0.9)}}
+    },
+    # A smaller ε makes rounding larger by each step.
+    "averaged first": {"modern": {"adam": {"epsilon": 0.1, "first": "averaged"}}},
+    "FedAdamW": {"modern": {**SECOND, **ADD}},
+    "FedAdamW + SAM + SCAFFOLD + RI": {
+        "modern": {**SECOND, **ADD},
+        **SCAFFOLD,
+        "sam": 0.05,
+        "beta": 0.1,
+    },
+    "FedLADA": {"modern": {**FULL, "direction": (0.9, "mix")}},
+    "FedLADA + decay": {"modern": {**FULL, "direction": (0.9, "mix"), "decay": 0.1}},
+    "global direction alone": {"modern": ADD},
+    "Local Muon": {"modern": {"muon": {}}},
+    "Local Muon, svd, rms, excluded": {
+        "modern": {"muon": {"orthogonaliser": "svd", "adjust": "match_rms_adamw", "exclude": (2,)}}
+    },
+    "Local Muon, unit, + SAM": {
+        "modern": {"muon": {"vectors": "unit", "nesterov": False}},
+        "sam": 0.05,
+    },
+    "FedMuon": {"modern": {"muon": {**AVERAGED, "matrix_lr_scale": 2.0}, **MIX}},
+    "FedMuon + SCAFFOLD + RI": {"modern": {"muon": AVERAGED, **MIX}, **SCAFFOLD, "beta": 0.1},
+    "own Muon": {"modern": {"muon": {"start": "own"}}},
+    "FedMuon-LMO": {"modern": {"muon": LMO}},
+    "FedACG": {"modern": {"lookahead": 0.6}, "mu": 0.1},
+    "FedNSAM": {"modern": {"lookahead": 0.6}, "sam": 0.05},
+    "FedACG + RI + SCAFFOLD": {"modern": {"lookahead": 0.6}, "mu": 0.1, "beta": 0.1, **SCAFFOLD},
+    "FedWMSAM": {"modern": {"wmsam": GUIDED}},
+    "FedWMSAM, fixed, + RI": {"modern": {"wmsam": {**GUIDED, "rate": 0.0}}, "beta": 0.1},
+    "FedGloSS": {"modern": {"ascent": 0.1}, "feddyn": 0.1, "sam": 0.05},
+    "FedGloSS alone + RI": {"modern": {"ascent": 0.1}, "beta": 0.1},
+    "FedTOGA": {"modern": TOGA, "feddyn": 0.1},
+    "FedTOGA alone + RI": {"modern": TOGA, "beta": 0.1},
+    "APFL": {"modern": {"mixed": (0.4, True)}},
+    "APFL, fixed, + SAM + RI": {"modern": {"mixed": (0.7, False)}, "sam": 0.05, "beta": 0.1},
+    "FedALA": {"modern": {"ala": (2.0, 3)}},
+    "FedALA + SCAFFOLD": {"modern": {"ala": (2.0, 3)}, **SCAFFOLD},
+    "FedBABU": {"modern": {"fixed_head": True}},
+    "FedBABU + FedAdamW's directions": {"modern": {"fixed_head": True, **ADAM, **ADD}},
+    "FedProto": {"modern": {"proto": 0.7}},
+    "FedRoD": {"modern": {"rod": 1.0}},
+    "FedRoD, plain, + SCAFFOLD": {"modern": {"rod": 0.0}, **SCAFFOLD},
+    "Per-FedAvg": {"modern": {"meta": (0.1, "none", 1e-2)}},
+    "Per-FedAvg, Hessian-free, + FedProx": {"modern": {"meta": (0.1, "free", 1e-2)}, "mu": 0.1},
+    "q-FedAvg": {"modern": {"fair": 0.5}},
+    "q-FedAvg, 2, + SAM": {"modern": {"fair": 2.0}, "sam": 0.05},
+    "Local AdamW + FedALS": {"modern": ADAM, **PARTS},
+    "Local Muon + FedALS + RI": {"modern": {"muon": {}}, **PARTS, "beta": 0.1},
+    "global direction + FedALS": {"modern": ADD, **PARTS},
+    "mixed direction + FedALS + SAM": {
+        "modern": {"direction": (0.7, "mix")},
+        **PARTS,
+        "sam": 0.05,
+    },
+    "FedSWA + SCAFFOLD + FedALS": {"modern": {"decay": 0.3}, **SCAFFOLD, **PARTS},
+    "FedMoSWA + FedALS": {
+        "modern": {"decay": 0.1},
+        **SCAFFOLD,
+        "scaffold_momentum": 0.4,
+        **PARTS,
+    },
+    "Local AdamW + FedDyn + FedALS": {"modern": ADAM, "feddyn": 0.1, **PARTS},
 }

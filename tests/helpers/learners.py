@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -44,6 +46,17 @@ class Lit(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.lr, weight_decay=1e-3)
+
+
+class Loads(pl.LightningDataModule):
+    """A data module of one training loader, which knows no clients."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__()
+        self.loader = loader
+
+    def train_dataloader(self) -> Any:
+        return self.loader
 
 
 class Normed(Lit):
@@ -123,6 +136,13 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
 
 
+def last_checkpoint(folder: Path) -> ModelCheckpoint:
+    """Writes ``checkpoints/last.ckpt`` in this folder after every round."""
+    return ModelCheckpoint(
+        folder / "checkpoints", "last", enable_version_counter=False, save_on_train_epoch_end=True
+    )
+
+
 def client_rows(module: FederatedModule) -> dict[Any, Tensor]:
     """All state of clients that a run holds, by (name, client)."""
     store = module.client_rows.store
@@ -131,6 +151,34 @@ def client_rows(module: FederatedModule) -> dict[Any, Tensor]:
         for name in store.names()
         for i in store.clients(name)
     }
+
+
+def by_hand(learner: Any, batches: Any, optimizer: Any = None) -> Any:
+    """The learner after a plain loop over the batches.
+
+    ``optimizer``: what makes one of its parameters; None: that of the learner itself.
+    """
+    learner.log = lambda *_, **__: None
+    made = learner.configure_optimizers() if optimizer is None else None
+    own = made or optimizer(list(learner.parameters()))
+    for k, batch in enumerate(batches):
+        own.zero_grad()
+        learner.training_step(batch, k).backward()
+        own.step()
+    return learner
+
+
+def by_lightning(learner: Any, batches: Any, **settings: Any) -> Any:
+    """The learner after an epoch of plain Lightning over the batches."""
+    trainer(1, limit_val_batches=0, **settings).fit(learner, as_batches(list(batches)))
+    return learner
+
+
+def assert_trained_as(module: FederatedModule, alone: Any, tolerance: float = 1e-10) -> None:
+    """Every parameter and buffer of a run's model is that of a learner that was trained alone."""
+    found = module.export().state_dict()
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance, msg=name)
 
 
 def fitted(learner: type[Lit], rounds: int = 2, **arguments: Any) -> tuple[Any, dict[str, Tensor]]:

@@ -90,17 +90,50 @@ def opt_rest(width: int = 16) -> int:
     return 259 * width + (64 + 2) * width + 2 * width
 
 
-def tokenizer_folder(folder: Path) -> Path:
-    """A tokenizer of whole words, as transformers keeps one in a folder."""
+def bert(**more: Any) -> dict[str, Any]:
+    """The architecture of a small BERT for the words of ``bert_folder``."""
+    sizes = {"vocab_size": 32, "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32}
+    drop = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    rest = {"num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+    return {"model_type": "bert", **sizes, **drop, **rest, **more}
+
+
+def llama(**more: Any) -> dict[str, Any]:
+    """The architecture of a small Llama for the words of ``tokenizer_folder``."""
+    sizes = {"vocab_size": 32, "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    tokens = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
+    return {"model_type": "llama", **sizes, **heads, **tokens, **more}
+
+
+def bert_folder(folder: Path) -> Path:
+    """BERT's tokenizer of whole words, which marks the second text of a pair."""
+    from transformers import BertTokenizer
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = [*special, *WORDS, *(label[0] * 3 for label in CLASSES)]
+    BertTokenizer(vocab={word: k for k, word in enumerate(words)}).save_pretrained(folder)
+    return folder
+
+
+def tokenizer_folder(folder: Path, bos: bool = False) -> Path:
+    """A tokenizer of whole words, as transformers keeps one in a folder.
+
+    Args:
+        bos: put ``<s>`` before a text, as Llama's does.
+    """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
+    from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
     words = [*WORDS, *(label[0] * 3 for label in CLASSES)]
     numbers = {word: k for k, word in enumerate(["<s>", "<pad>", "</s>", "<unk>", *words])}
     made = Tokenizer(WordLevel(numbers, unk_token="<unk>"))
     made.pre_tokenizer = Whitespace()
+    if bos:
+        made.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     PreTrainedTokenizerFast(
         tokenizer_object=made,
         unk_token="<unk>",

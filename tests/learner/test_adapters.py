@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fl_lightning import FederatedModule, UserError
-from fl_lightning.learner.adapters import check_products, check_there, check_untied
+from fl_lightning.learner.adapters import check_products, check_untied
 from fl_lightning.learner.layout import Layout
-from tests.helpers.low_rank import Adapted, LowRank
+from tests.helpers.low_rank import Adapted
 
 
 def test_a_pair_is_lora_a_and_lora_b_of_one_module() -> None:
@@ -29,13 +29,6 @@ def test_a_pair_is_lora_a_and_lora_b_of_one_module() -> None:
     assert a.reshape(-1).equal(vector[layout["first.lora_A"][0]])
     b.zero_()
     assert not vector[layout["first.lora_B"][0]].any()
-
-
-def test_an_ordinary_learner_has_none() -> None:
-    layout = Layout(nn.Linear(3, 2))
-    assert layout.adapters == []
-    with pytest.raises(UserError, match=r"Rolo is for adapters.*get_peft_model"):
-        check_there(layout, "Rolo")
 
 
 def test_a_factor_that_is_frozen_is_no_half_of_a_pair() -> None:
@@ -71,30 +64,6 @@ def test_a_network_that_is_reached_by_two_paths_is_not_tied() -> None:
     check_untied(Layout(learner), "Flora")
 
 
-def test_names_of_other_modules_do_not_count() -> None:
-    """`lora_A` within a longer name, or of a whole branch of the network."""
-    learner = Adapted()
-    learner.lora_Adapter = learner.first
-    learner.lora_A, learner.lora_B = nn.Module(), nn.Module()
-    learner.lora_A.layer, learner.lora_B.layer = LowRank(3, 4, 2, 0.5), LowRank(3, 4, 2, 0.5)
-    del learner.first
-    layout = Layout(learner)
-    assert [each.name for each in layout.adapters] == [
-        "head",
-        "lora_Adapter",
-        "lora_A.layer",
-        "lora_B.layer",
-    ]
-    assert [each.b for each in layout.adapters if each.name == "lora_Adapter"] == [
-        "lora_Adapter.lora_B"
-    ]
-    assert layout.factors["lora_A"] == [each.a for each in layout.adapters]
-    assert layout.named("lora_B", "Fedsa") == [each.b for each in layout.adapters]
-    says = r"Fedsa: the pattern '\*lora_B\*' also names lora_B\.layer\.\w+.*'lora_B'"
-    with pytest.raises(UserError, match=says):
-        layout.named("*lora_B*", "Fedsa")
-
-
 def test_a_group_has_factors_whose_other_factor_is_frozen() -> None:
     learner = Adapted()
     learner.first.lora_A.requires_grad_(False)
@@ -104,13 +73,6 @@ def test_a_group_has_factors_whose_other_factor_is_frozen() -> None:
     assert layout.named("*lora_B*", "Fedsa") == ["first.lora_B", "head.lora_B"]
     with pytest.raises(UserError, match="Fedsa: the learner has no trainable lora_B"):
         Layout(nn.Linear(3, 2)).named("lora_B", "Fedsa")
-
-
-def test_a_convolution_has_no_product() -> None:
-    learner = Adapted()
-    learner.first.lora_A = nn.Parameter(torch.zeros(3, 3, 2, 2))
-    with pytest.raises(UserError, match=r"Flex computes.*first\.lora_A.*convolution"):
-        check_products(Layout(learner), "Flex")
 
 
 # --------------------------------------------------------------------------- with peft
@@ -162,17 +124,6 @@ def test_the_addition_is_what_peft_merges(peft: Any) -> None:
     assert own.scale == pytest.approx(5 / 2**0.5)
 
 
-def test_several_adapters_on_one_weight(peft: Any) -> None:
-    network = peft.get_peft_model(net(), peft.LoraConfig(r=2, target_modules=["0"]))
-    network.add_adapter("other", peft.LoraConfig(r=1, lora_alpha=4, target_modules=["0"]))
-    for name, parameter in network.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-    one, other = Layout(Own(network)).adapters
-    assert one.weight == other.weight and (one.rank, other.rank) == (2, 1)
-    assert (one.scale, other.scale) == (4.0, 4.0)
-    assert other.name.endswith(".other")
-
-
 def test_conv1d_of_gpt2_is_transposed(peft: Any) -> None:
     transformers = pytest.importorskip("transformers", reason="pip install 'fl-lightning[text]'")
     sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 11, "n_positions": 8}
@@ -196,9 +147,6 @@ def test_an_embeddings_factors_are_a_pair(peft: Any) -> None:
     assert (table.shapes, table.rank, table.scale) == (((2, 7), (4, 2)), 2, 3.0)
     assert linear.a == f"{prefix}.1.lora_A.default.weight"
     assert layout.named("lora_B", "Fedsa") == [table.b, linear.b]
-    says = r"the pattern '\*lora_B\*' misses \S+0\.lora_embedding_B\.default"
-    with pytest.raises(UserError, match=says):
-        layout.named("*lora_B*", "Fedsa")
 
 
 @pytest.mark.parametrize(
@@ -226,15 +174,3 @@ def test_a_scale_that_is_trained_is_refused_by_name() -> None:
     learner.first.scaling = nn.Parameter(torch.tensor(0.7).double())
     with pytest.raises(UserError, match=r"Flex computes with B·A.*first\.scaling, .*is trained"):
         check_products(Layout(learner), "Flex")
-
-
-def test_the_scaling_of_the_module_above_is_another_one() -> None:
-    learner = Adapted()
-    learner.scaling = 9.0
-    del learner.first.scaling
-    assert [each.scale for each in Layout(learner).adapters] == [1.0, 1.5]
-
-
-def test_rank_and_place_of_an_own_module() -> None:
-    (own,) = Layout(LowRank(3, 4, 2, 0.5)).adapters
-    assert (own.name, own.weight, own.scale) == ("", "weight", 0.5)

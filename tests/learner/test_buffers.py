@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import FederatedCallback, RunFolder, UserError, load
-from tests.helpers.learners import Lit, Normed, blobs, federated, trainer
-from tests.helpers.processes import same_models_on_one_and_two
+from tests.helpers.learners import Lit, blobs, federated, trainer
 
 QUEUE = 16
 
@@ -94,66 +93,6 @@ def test_patterns_decide_otherwise() -> None:
     )
 
 
-def test_norm_layers_of_users_are_known() -> None:
-    class RunningNorm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("centre", torch.zeros(20))
-            self.register_buffer("begun", torch.zeros((), dtype=torch.bool))
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.training:
-                self.centre += 0.1 * (x.detach().mean(0) - self.centre)
-                self.begun.fill_(True)
-            return x - self.centre
-
-    class Scaling(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("running_mean", torch.zeros(20))
-            self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.int64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.training:
-                self.running_mean += 0.1 * (x.detach().mean(0) - self.running_mean)
-                self.num_batches_tracked += 1
-            return x - self.running_mean
-
-    class Both(Lit):
-        def __init__(self) -> None:
-            super().__init__()
-            norm = nn.InstanceNorm1d(20, track_running_stats=True)
-            self.net = nn.Sequential(
-                RunningNorm(), Scaling(), nn.Unflatten(1, (1, 20)), nn.Flatten(), *self.net
-            )
-            self.norm = norm
-            self.net[-1] = nn.utils.parametrizations.spectral_norm(self.net[-1])
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.norm(batch[0][..., None].expand(-1, -1, 3))
-            return super().training_step(batch, batch_idx)
-
-    module = federated(Both(), engine="sequential", participation="all")
-    trainer(1).fit(module, blobs(clients=2))
-    assert not any("changes" in note for note in module.notes)
-    learner = module.learner
-    assert bool(learner.net[0].centre.any()) and bool(learner.net[0].begun)
-    assert bool(learner.net[1].running_mean.any()) and int(learner.net[1].num_batches_tracked) == 3
-    assert bool(learner.norm.running_mean.any())
-
-
-def test_a_memory_that_only_later_steps_write_is_said_when_it_is_met() -> None:
-    class Late(Remembering):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if batch_idx == 1:
-                self.precision += 1
-            return Lit.training_step(self, batch, batch_idx)
-
-    module = federated(Late(), engine="sequential")
-    with pytest.warns(UserWarning, match="Late changes precision in its local steps"):
-        trainer(2).fit(module, blobs())
-
-
 def test_own_buffers_resume_to_the_same_bits(tmp_path: Any) -> None:
     def ends(rounds: int, path: Any = None) -> Any:
         torch.manual_seed(0)  # where a fit starts, whatever tests drew before
@@ -190,18 +129,6 @@ def test_what_is_refused(given: Any, said: str) -> None:
         trainer(1).fit(federated(Remembering(), buffers=given), blobs())
 
 
-def test_batch_norm_is_as_it_was() -> None:
-    """The packaged rule: floating the p-weighted mean, counters the maximum."""
-    module = federated(Normed(), participation="all", local_steps=2)
-    trainer(2).fit(module, blobs(clients=3))
-    assert int(module.learner.net[1].num_batches_tracked) == 4
-    assert not any("changes" in note for note in module.notes)
-
-
-def test_patterns_serve_a_network_without_buffers_too() -> None:
-    trainer(1).fit(federated(Lit(), buffers={"*.running_*": "average", "*": "keep"}), blobs())
-
-
 class Centre(nn.Module):
     """Subtracts a running mean that a ``state_dict`` leaves out."""
 
@@ -235,21 +162,3 @@ def test_a_buffer_that_is_not_persistent_is_read_with_its_run(tmp_path: Path) ->
     assert values["val/loss"] == pytest.approx(loss, rel=1e-6)
     opened: Any = load(tmp_path / "run", learner=Volatile().double()).learner
     assert torch.equal(opened.net[0].running_mean, mean)
-
-
-@pytest.mark.slow
-def test_two_processes_agree(tmp_path: Path) -> None:
-    same_models_on_one_and_two(on_ranks, tmp_path)
-
-
-def on_ranks(folder: Path, rank: int, world: int) -> None:
-    given = {} if world == 1 else {"strategy": "federated", "devices": world}
-    policy = {"*_memory": "own", "queue_idx": "own"}
-    torch.manual_seed(0)
-    module = federated(Remembering(), participation="all", buffers=policy)
-    trainer(2, default_root_dir=folder, **given).fit(module, blobs(clients=4))
-    assert any("changes precision in its local steps" in note for note in module.notes), (
-        "in every process"
-    )
-    if rank == 0:
-        torch.save(module.export().state_dict(), folder / f"{world}.pt")

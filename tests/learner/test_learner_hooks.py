@@ -11,12 +11,20 @@ import torch
 from pytorch_lightning.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from torch import Tensor, nn
 
-from fl_lightning import UserError
 from fl_lightning.callbacks import ControlVariates, SharpnessAwareMinimization
 from fl_lightning.checks.refusals import REFUSED_HOOKS
-from tests.helpers.learners import Lit, Normed, as_batches, blobs, federated, trainer
+from tests.helpers.learners import (
+    Lit,
+    Normed,
+    as_batches,
+    assert_trained_as,
+    blobs,
+    by_lightning,
+    federated,
+    trainer,
+)
 
-# the latter where it does something else than Lightning's
+# the latter is not called, because each local step computes a new gradient
 REFUSED = {*REFUSED_HOOKS, "optimizer_zero_grad"}
 NOT_CALLED = {
     "train_dataloader": "the data module has the clients' samples",
@@ -176,74 +184,9 @@ def test_hooks_of_gradients_do_what_they_do_alone(engine: str, momentum: float) 
     alone.load_state_dict(module.learner.state_dict())
     run, data = trainer(1), blobs(clients=1)
     run.fit(module, data)
-    plain = trainer(1, limit_val_batches=0)
-    plain.fit(alone, as_batches(list(data.client_batches(0, 0, 3))))
-    for name, value in alone.state_dict().items():
-        torch.testing.assert_close(
-            module.export().state_dict()[name], value, rtol=1e-12, atol=1e-12
-        )
+    assert_trained_as(module, by_lightning(alone, data.client_batches(0, 0, 3)), 1e-12)
     assert run.callback_metrics["norm"] <= 0.3 + 1e-6 and run.callback_metrics["after"] < 0
     assert all(p.grad is None for p in module.learner.parameters())
-
-
-def test_a_hook_that_does_nothing_at_its_defaults_lets_a_learner_train() -> None:
-    class Idle(Lit):
-        def on_after_backward(self) -> None:
-            if getattr(self, "log_gradients", False):
-                raise AssertionError
-
-        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-            optimizer.zero_grad(set_to_none=True)
-
-    class Accumulating(Lit):
-        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-            if batch_idx % 2:
-                optimizer.zero_grad()
-
-    found = []
-    for learner in (Lit, Idle):
-        torch.manual_seed(3)
-        trainer(2).fit(module := federated(learner()), blobs())
-        found.append(module.global_vector.detach())
-    assert torch.equal(*found)
-    with pytest.raises(UserError, match="keeps old gradients"):
-        federated(Accumulating())
-
-
-def test_an_epoch_that_a_hook_ends_is_refused() -> None:
-    class Ending(Lit):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
-            return -1
-
-    with pytest.raises(UserError, match=r"on_train_batch_start returned -1.*local_steps"):
-        trainer(1).fit(federated(Ending(), engine="sequential"), blobs())
-
-
-def test_what_the_learner_hooks_do_happens() -> None:
-    called: list[str] = []
-
-    class Hooked(Lit):
-        def setup(self, stage: str) -> None:
-            called.append("setup fit" if stage == "fit" else "setup")
-
-        def configure_model(self) -> None:
-            called.append("configure_model")
-
-        def on_train_epoch_start(self) -> None:
-            called.append(f"epoch {self.current_epoch}")
-
-        def on_validation_epoch_end(self) -> None:
-            called.append("validated")
-
-    trainer(2).fit(federated(Hooked()), blobs())
-    assert called == [
-        "setup fit",
-        "configure_model",
-        "epoch 0",
-        "validated",
-        "epoch 1",
-        "validated",
-    ]
 
 
 class Transferring(Lit):

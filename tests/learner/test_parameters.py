@@ -24,12 +24,6 @@ class Untied(Lit):
         self.twin.weight = nn.Parameter(self.net[0].weight)
 
 
-class Mirrored(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mirror", self.net[0].weight.data.view(-1)[5:9])
-
-
 class Frozen(Lit):
     def __init__(self) -> None:
         super().__init__()
@@ -38,28 +32,13 @@ class Frozen(Lit):
 
 
 @pytest.mark.parametrize(
-    ("learner", "names"),
-    [(Untied, "twin.weight"), (Mirrored, "mirror"), (Frozen, "teacher.weight")],
+    ("learner", "names"), [(Untied, "twin.weight"), (Frozen, "teacher.weight")]
 )
 def test_two_tensors_over_one_memory_are_refused_by_name(learner: type[Lit], names: str) -> None:
     module = federated(Lit())
     module.learner = learner()  # .double() would take them apart
     with pytest.raises(UserError, match=rf"net\.0\.weight and {names}|{names} and net\.0\.weight"):
         type(module)(learner(), participation=0.3).export()
-
-
-def test_what_only_lies_side_by_side_trains() -> None:
-    class Columns(Lit):
-        """One parameter under two names, and two that are columns of one tensor."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            both = torch.randn(20, 2, dtype=torch.float64)
-            self.one, self.other = nn.Parameter(both[:, 0]), nn.Parameter(both[:, 1])
-            self.head = nn.Linear(8, 4)
-            self.head.weight = self.net[2].weight
-
-    trainer(1).fit(federated(Columns()), blobs())
 
 
 class Assigning(Lit):
@@ -130,19 +109,6 @@ def test_a_new_parameter_is_refused_by_name(learner: type[Lit], name: str, engin
         UserError, match=rf"{learner.__name__}: a new Parameter was assigned to {name} "
     ):
         trainer(1).fit(federated(learner(), engine=engine), blobs())
-
-
-def test_a_frozen_copy_that_is_made_anew_is_no_new_parameter() -> None:
-    class Distilled(Lit):
-        """From the model that the client began with."""
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if batch_idx == 0:
-                self.teacher = copy.deepcopy(self.net).requires_grad_(False)
-            away = (self.net(batch[0]) - self.teacher(batch[0])).square().mean()
-            return super().training_step(batch, batch_idx) + away
-
-    trainer(2).fit(federated(Distilled(), engine="sequential"), blobs())
 
 
 HOOKS: dict[str, Any] = {

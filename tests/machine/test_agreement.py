@@ -25,21 +25,6 @@ class LogsSome(Lit):
             self.log("val/rare", 1.0)
 
 
-class LogsAtRankZero(Lit):
-    """Logs for one process alone, which Lightning has an argument for."""
-
-    def on_validation_epoch_end(self) -> None:
-        if self.trainer.is_global_zero:
-            self.log("val/one", 1.0, rank_zero_only=True)
-
-
-class OtherOrder(Lit):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        names = ["val/a", "val/b"]
-        for name in names if self.trainer.global_rank else reversed(names):
-            self.log(name, float(name == "val/a"))
-
-
 class ChangesOne(pl.Callback):
     """Changes the weights of one process."""
 
@@ -57,14 +42,6 @@ class Counts(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.done += 1
         return super().training_step(batch, batch_idx) * (1 + self.done)
-
-
-class EndsApart(Lit):
-    """Logs a metric at the end of validation in one process alone."""
-
-    def on_validation_epoch_end(self) -> None:
-        if not self.trainer.is_global_zero:
-            self.log("val/end", 1.0)
 
 
 def said(
@@ -87,23 +64,9 @@ def texts(folder: Path, learner: Callable[[], Lit], callbacks: list[Any] | None 
     return {(folder / f"2-{rank}").read_text() for rank in (0, 1)}
 
 
-@pytest.mark.parametrize(
-    ("learner", "words"),
-    [
-        (LogsSome, "'val/rare' was logged in process 0 and not in process 1"),
-        (OtherOrder, "in another order"),
-        (EndsApart, "'val/end' was logged in process 1 and not in process 0"),
-    ],
-)
-def test_metrics_that_one_process_logs_are_refused_by_name(
-    tmp_path: Path, learner: Callable[[], Lit], words: str
-) -> None:
-    (text,) = texts(tmp_path, learner)
-    assert words in text
-
-
-def test_a_metric_of_rank_zero_alone_is_lightnings_own_option(tmp_path: Path) -> None:
-    assert all(not text.startswith("'val/one'") for text in texts(tmp_path, LogsAtRankZero))
+def test_metrics_that_one_process_logs_are_refused_by_name(tmp_path: Path) -> None:
+    (text,) = texts(tmp_path, LogsSome)
+    assert "'val/rare' was logged in process 0 and not in process 1" in text
 
 
 def test_weights_that_change_in_one_process_are_refused(tmp_path: Path) -> None:
@@ -116,3 +79,45 @@ def test_a_count_of_steps_is_said_to_be_each_processs_own(tmp_path: Path) -> Non
     said(tmp_path, Counts, [], 0, 1)
     alone = (tmp_path / "1-0").read_text()
     assert "keeps state outside its buffers" in alone and "processes" not in alone
+
+
+HOOKS = ("on_train_epoch_start", "on_train_batch_end", "on_validation_end", "on_train_epoch_end")
+
+
+class StopsOne(pl.Callback):
+    """Stops one process in round 1, as a callback does that looks at its own clock."""
+
+    def __init__(self, hook: str, rank: int) -> None:
+        def stop(trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.current_epoch == 1 and trainer.global_rank == rank:
+                trainer.should_stop = True
+
+        setattr(self, hook, stop)
+
+
+def stopped(folder: Path, hook: str, asks: int, rank: int, world: int) -> None:
+    fit = trainer(
+        5,
+        [StopsOne(hook, asks)],
+        strategy=FederatedStrategy(timeout=20),
+        devices=world,
+        default_root_dir=folder,
+        check_val_every_n_epoch=3 if hook == "on_train_batch_end" else 1,
+    )
+    module = federated()
+    fit.fit(module, blobs())
+    torch.save((fit.current_epoch, module.global_vector.detach()), folder / f"{hook}-{rank}.pt")
+
+
+@pytest.mark.parametrize("asks", [0, 1])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_all_processes_stop_after_the_same_round(tmp_path: Path, hook: str, asks: int) -> None:
+    assert launched(stopped, 2, tmp_path, hook, asks) == [0, 0]
+    (first, other) = (torch.load(tmp_path / f"{hook}-{rank}.pt") for rank in (0, 1))
+    assert first[0] == other[0] == 2 and torch.equal(first[1], other[1])
+
+
+def test_a_run_that_is_stopped_as_a_round_begins_runs_that_round() -> None:
+    fit = trainer(5, [StopsOne("on_train_epoch_start", 0)])
+    fit.fit(federated(), blobs())
+    assert fit.current_epoch == fit.global_step == 2

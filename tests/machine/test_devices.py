@@ -70,9 +70,3 @@ def test_the_system_does_not_clear_the_same_memory_in_each_step() -> None:
     # A thread's memory may still grow once, as much as one step takes.
     for kept, without in page_faults():
         assert kept < without / 2
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc is tuned")
-def test_what_the_environment_says_of_memory_stays() -> None:
-    for kept, without in page_faults(MALLOC_TRIM_THRESHOLD_="131072"):
-        assert kept > without / 2

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytestmark = [
     pytest.mark.slow,
@@ -90,14 +89,3 @@ def test_a_resumed_run_keeps_its_threads_and_says_what_that_costs(tmp_path: Path
     said = command(tmp_path, "fit", str(folder), "--trainer.max_epochs=2", cores=1)
     assert machine(tmp_path)["threads"] == 2
     assert "this run began with 2 threads" in " ".join(said.split())
-
-
-def test_a_resume_with_other_kernels_says_so(tmp_path: Path) -> None:
-    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        pytest.skip("the processor has only torch's default kernels")
-    begun = command(tmp_path, *FIT, ATEN_CPU_CAPABILITY="default")
-    assert "ran on a processor" not in begun
-    folder = next(tmp_path.rglob("run.json")).parent
-    went_on = command(tmp_path, "fit", str(folder), "--trainer.max_epochs=3")
-    said = " ".join(went_on.split())
-    assert "ran on a processor with DEFAULT" in said and "agrees to rounding" in said

@@ -1,17 +1,33 @@
-"""Sizes of the networks, what the learner logs, what importing costs."""
+"""The networks' sizes and functions, what the learners log, what importing costs."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
+from torch import nn
 
+from fl_lightning import FederatedModule
+from fl_lightning.datamodules import InMemoryDataModule
 from fl_lightning.datamodules.loaders import Batches
 from fl_lightning.errors import UserError
-from fl_lightning.models import MLP, VGG11, ImageClassifier, LeNet, ResNet18GN, ResNet20
+from fl_lightning.models import (
+    LSTM,
+    MLP,
+    VGG11,
+    Classifier,
+    FedAvgCNN,
+    LeNet,
+    NextToken,
+    ResNet18,
+    ResNet18GN,
+    ResNet20,
+)
+from fl_lightning.models.resnet18gn import LiveTaps
+from tests.helpers.learners import trainer
 
 
 @pytest.mark.parametrize(
@@ -23,7 +39,19 @@ from fl_lightning.models import MLP, VGG11, ImageClassifier, LeNet, ResNet18GN, 
         (lambda: LeNet(7, in_channels=1, input_size=28), (1, 28, 28), 572_999),
         (lambda: LeNet(10, channels=16), (3, 32, 32), 237_466),
         (lambda: ResNet18GN(10), (3, 32, 32), 11_181_642),
+        (lambda: ResNet18(10), (3, 32, 32), 11_173_962),
+        (lambda: ResNet18(10, norm="group"), (3, 32, 32), 11_173_962),
+        (lambda: FedAvgCNN(10), (1, 28, 28), 582_026),
+        (lambda: FedAvgCNN(10, in_channels=3, input_size=32), (3, 32, 32), 878_538),
         (lambda: VGG11(10), (3, 32, 32), 9_750_922),
+        (lambda: ResNet20(10), (3, 32, 32), 269_722),  # He et al.: 0.27 M
+        (lambda: ResNet20(10, norm="group"), (3, 32, 32), 269_722),
+        (lambda: ResNet20(10, depth=32), (3, 32, 32), 464_154),  # 0.46 M
+        (lambda: ResNet20(10, depth=110), (3, 8, 8), 1_727_962),  # 1.7 M
+        (lambda: ResNet20(10, width=32), (3, 32, 32), 1_073_962),
+        (lambda: ResNet20(10, in_channels=1), (1, 17, 17), 269_722 - 2 * 9 * 16),
+        (lambda: ResNet18GN(10, in_channels=1), (1, 17, 17), 11_181_642 - 2 * 49 * 64),
+        (lambda: VGG11(10, in_channels=1), (1, 28, 28), 9_750_922 - 2 * 9 * 64),
     ],
 )
 def test_parameters_and_shapes(network, shape, parameters):
@@ -35,77 +63,111 @@ def test_parameters_and_shapes(network, shape, parameters):
     assert all(p.grad is not None for p in net.parameters())
 
 
-def test_groups_and_shortcuts():
-    norms = [m for m in ResNet18GN(10, groups=4).modules() if isinstance(m, torch.nn.GroupNorm)]
-    assert len(norms) == 20 and all(n.num_groups == 4 for n in norms)
-    assert not any(isinstance(m, torch.nn.BatchNorm2d) for m in ResNet18GN(10).modules())
-    # 16 to 32 channels: with dead convolutions the shortcut alone is left
-    block = ResNet20(10).blocks[3]
-    for p in block.parameters():
-        torch.nn.init.zeros_(p)
-    x = torch.rand(1, 16, 8, 8)
-    y = block(x)
-    assert torch.equal(y[:, 8:24], x[:, :, ::2, ::2]) and not y[:, :8].any() and not y[:, 24:].any()
+def test_resnet18_is_torchvision_s_apart_from_its_stem():
+    from torchvision.models import resnet18
+
+    theirs, mine = resnet18(num_classes=5), ResNet18(5, stem="imagenet")
+    mine.load_state_dict(theirs.state_dict())
+    x = torch.randn(4, 3, 64, 64)
+    torch.testing.assert_close(mine(x), theirs(x))
+    small = ResNet18(5, in_channels=1)
+    assert small.conv1.weight.shape == (64, 1, 3, 3) and small.conv1.stride == (1, 1)
+    theirs.conv1, theirs.maxpool = small.conv1, torch.nn.Identity()
+    theirs.load_state_dict(small.state_dict())
+    x = torch.randn(4, 1, 32, 32)
+    torch.testing.assert_close(small(x), theirs(x))
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "words"),
     [
-        lambda: LeNet(10, input_size=8),
-        lambda: LeNet(10, channels=0),
-        lambda: MLP([3]),
-        lambda: MLP([3, 0]),
-        lambda: ImageClassifier(MLP([3, 1]), 1),
+        (lambda: LeNet(10, channels=0), "channels=0"),
+        (lambda: Classifier(MLP([3, 1]), 1), "num_classes=1"),
+        (lambda: ResNet20(10, norm="grop"), "ResNet20: norm='grop'"),
+        (lambda: ResNet20(10, depth=21), "ResNet20: depth=21"),
+        (lambda: ResNet20(10, depth=2), "ResNet20: depth=2"),
+        (lambda: ResNet20(10, width=3), "ResNet20: .*width=3"),
     ],
 )
-def test_refusals(make):
-    with pytest.raises(UserError, match=r"(input_size is 8|channels=0|sizes is \[3|num_classes=1)"):
+def test_refusals(make, words):
+    with pytest.raises(UserError, match=words):
         make()
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("side", [1, 2, 3, 4])
+def test_the_convolution_without_dead_taps_is_the_same_function(side: int, stride: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Conv2d(3, 5, 3, stride, 1, bias=False).double()
+    live = LiveTaps(3, 5, 3, stride, 1, bias=False).double()
+    live.load_state_dict(plain.state_dict())
+    x = torch.randn(4, 3, side, side, dtype=torch.float64)
+    found = []
+    for layer in (plain, live):
+        given = x.clone().requires_grad_()
+        out = layer(given)
+        weights = torch.arange(out.numel(), dtype=out.dtype).view(out.shape)
+        found.append([out, *torch.autograd.grad((out * weights).sum(), [given, layer.weight])])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_sizes_are_those_of_the_papers() -> None:
+    stackoverflow = LSTM(10_004, None, 96, 670, 1, 96, "each")
+    # Reddi et al. (2020) have 4,050,748; torch's LSTM has two biases a gate, Keras's one.
+    assert sum(p.numel() for p in stackoverflow.parameters()) == 4_050_748 + 4 * 670
+
+
+def test_what_comes_after_a_text_does_not_count() -> None:
+    torch.manual_seed(0)
+    network = LSTM(9, 3, 4, 5)
+    short = torch.tensor([[4, 1]])
+    padded = torch.tensor([[4, 1, -1, -1]])
+    assert torch.equal(network(short), network(padded))
+    learner = NextToken(LSTM(9, None, 4, 5, outputs="each"))
+    loss = learner.predict_step((padded, None), 0)
+    assert torch.equal(loss, learner.predict_step((short, None), 0)) and loss.shape == (1,)
+
+
+def test_next_tokens_are_learned() -> None:
+    text = torch.arange(9).repeat(8, 2)
+    data = InMemoryDataModule(
+        (text, torch.full((8,), -1)), test=(text, torch.full((8,), -1)), num_clients=2
+    )
+    torch.manual_seed(0)
+    learner = NextToken(LSTM(9, None, 8, 16, 1, outputs="each"), lr=2.0, momentum=0.5)
+    module = FederatedModule(learner, participation=1.0, local_epochs=20, seed=1)
+    run = trainer(4)
+    run.fit(module, data)
+    assert float(run.callback_metrics["val/acc"]) > 0.9
+
+
 def test_learner_trains_and_logs_under_the_published_names():
-    pl.seed_everything(0)
+    torch.manual_seed(0)
     x = torch.randn(90, 4)
     y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
     batches = [(x[i : i + 40], y[i : i + 40]) for i in (0, 40, 80)]
     loader = Batches(lambda: iter(batches), 3, keep=False)
-    learner = ImageClassifier(MLP([4, 32, 3]), 3, lr=0.5, weight_decay=1e-4)
-    trainer = pl.Trainer(
-        max_epochs=40,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(learner, loader, loader)
-    assert {"train/loss", "train/acc", "val/loss", "val/acc"} <= trainer.callback_metrics.keys()
+    learner = Classifier(MLP([4, 32, 3]), 3, lr=0.5, weight_decay=1e-4)
+    run: Any = trainer(40)
+    run.fit(learner, loader, loader)
+    assert {"train/loss", "train/acc", "val/loss", "val/acc"} <= run.callback_metrics.keys()
     with torch.no_grad():
         logits = learner(x)
-    assert trainer.callback_metrics["val/acc"] == pytest.approx(
-        (logits.argmax(1) == y).float().mean()
-    )
+    assert run.callback_metrics["val/acc"] == pytest.approx((logits.argmax(1) == y).float().mean())
     loss = torch.nn.functional.cross_entropy(logits, y)
-    assert trainer.callback_metrics["val/loss"] == pytest.approx(float(loss), rel=1e-4)
-    assert trainer.callback_metrics["val/acc"] > 0.9
-    tested = trainer.test(learner, loader, verbose=False)[0]
+    assert run.callback_metrics["val/loss"] == pytest.approx(float(loss), rel=1e-4)
+    assert run.callback_metrics["val/acc"] > 0.9
+    tested = run.test(learner, loader, verbose=False)[0]
     assert tested.keys() == {"test/loss", "test/acc"}
-    predicted = torch.cat(trainer.predict(learner, loader))
+    predicted = torch.cat(run.predict(learner, loader))
     torch.testing.assert_close(predicted.sum(1), torch.ones(90))
+    rates = {"lr": 0.5, "weight_decay": 1e-4, "momentum": 0.0}
     assert dict(learner.hparams) == {
-        "num_classes": 3,
-        "lr": 0.5,
-        "weight_decay": 1e-4,
-        "momentum": 0.0,
+        **{"num_classes": 3, "label_smoothing": 0.0, "metrics": ()},
+        **rates,
     }
-    group = learner.configure_optimizers().param_groups[0]
-    assert (group["lr"], group["weight_decay"], group["momentum"]) == (0.5, 1e-4, 0)
-    assert (
-        ImageClassifier(learner.network, 3, momentum=0.9)
-        .configure_optimizers()
-        .param_groups[0]["momentum"]
-        == 0.9
-    )
+    assert rates.items() <= learner.configure_optimizers().param_groups[0].items()
 
 
 def test_importing_a_small_network_is_light():
@@ -117,9 +179,3 @@ def test_importing_a_small_network_is_light():
     assert out.stdout.split() == ["False", "False"]
     with pytest.raises(ImportError):
         from fl_lightning.models import ResNet19  # noqa: F401
-
-
-def test_a_classifier_refuses_numbers():
-    learner = ImageClassifier(MLP([4, 3]), 3)
-    with pytest.raises(UserError, match=r"the targets are torch\.float32 of shape \(5,\)"):
-        learner.training_step((torch.randn(5, 4), torch.rand(5)), 0)

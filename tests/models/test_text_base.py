@@ -11,7 +11,8 @@ import torch
 
 from fl_lightning import FederatedModule, UserError
 from fl_lightning.datamodules import InstructionTuning
-from fl_lightning.models import CausalLanguageModel, TextClassifier, frozen_linear
+from fl_lightning.models import CausalLanguageModel, pretrained
+from fl_lightning.models.text import OfTable
 from tests.helpers.learners import trainer
 from tests.helpers.texts import opt
 
@@ -51,18 +52,6 @@ def test_what_is_frozen_has_the_type_that_was_asked_for() -> None:
     assert float(loss) == pytest.approx(float(plain.training_step(batch(), 0)["loss"]), rel=0.05)
 
 
-def test_trainable_weights_beside_a_base_of_fewer_bits() -> None:
-    torch.manual_seed(0)
-    model = CausalLanguageModel(config=opt(), trainable=["*layers.1.*"], base_dtype="bfloat16")
-    model.log = lambda *_, **__: None  # type: ignore[method-assign]
-    model.training_step(batch(), 0)["loss"].backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.requires_grad == ("layers.1." in name)
-        if parameter.requires_grad:
-            assert parameter.dtype == torch.float32
-            assert parameter.grad is not None and parameter.grad.dtype == torch.float32
-
-
 def test_activations_that_are_computed_again() -> None:
     gradients = []
     for again in (False, True):
@@ -78,8 +67,6 @@ def test_activations_that_are_computed_again() -> None:
     [
         ({"base_dtype": "bfloat16"}, r"base_dtype='bfloat16' is for frozen weights.*lora"),
         ({"quantize": 4}, r"quantize=4 is for frozen weights.*lora"),
-        ({"quantize": 4, "lora": LORA}, r"4 bits.*no CUDA GPU.*bfloat16"),
-        ({"quantize": 8, "lora": LORA, "path": "/none"}, r"8 bits.*bitsandbytes.*bfloat16"),
         ({"quantize": 3, "lora": LORA}, r"quantize=3"),
         ({"base_dtype": "float16", "lora": LORA}, r"base_dtype='float16'.*Did you mean"),
     ],
@@ -114,13 +101,6 @@ def test_a_federation_over_a_base_of_fewer_bits(tmp_path: Path) -> None:
         vectors.append(module.global_vector.detach().clone())
     assert torch.equal(*vectors)
     assert bool(vectors[0].ne(0).any())
-
-
-def test_double_precision_is_refused_beside_fewer_bits() -> None:
-    module = FederatedModule(learner(base_dtype="bfloat16"), seed=1)
-    data = InstructionTuning(None, RECORDS, template=SHORT, length=64, num_clients=4)
-    with pytest.raises(UserError, match="base_dtype"):
-        trainer(1, precision="64-true").fit(module, data)
 
 
 def test_log_likelihood_is_that_of_single_tokens() -> None:
@@ -166,21 +146,15 @@ def test_perplexity_is_of_all_tokens_together() -> None:
     )
 
 
-def test_a_classifier_over_a_base_of_fewer_bits() -> None:
-    model = TextClassifier(3, config=opt(), lora=LORA, base_dtype="bfloat16")
-    out = model(batch()[0])
-    assert out.shape == (3, 3) and out.dtype == torch.float32
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_product_in_float32_is_that_of_the_weights(
     bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In blocks of rows, where the processor has no instructions for bfloat16."""
-    monkeypatch.setattr(frozen_linear, "WIDENED", 24)
-    monkeypatch.setattr(frozen_linear, "computes_in_bfloat16", lambda: False)
+    monkeypatch.setattr(pretrained, "WIDENED", 24)
+    monkeypatch.setattr(pretrained, "computes_in_bfloat16", lambda: False)
     layer = torch.nn.Linear(8, 10, bias=bias).requires_grad_(False).to(torch.bfloat16)
-    frozen_linear.freeze_linears(layer)
+    pretrained.freeze_linears(layer)
     x = torch.randn(3, 5, 8, requires_grad=True)
     y = layer(x)
     wide = torch.nn.functional.linear(x, layer.weight.float(), layer.bias.float() if bias else None)
@@ -195,32 +169,19 @@ def test_a_product_in_float32_is_that_of_the_weights(
     torch.testing.assert_close(second, (2 * w.sum(1) @ w).expand_as(x), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("engine", ["backward", "vmap"])
-def test_a_trained_bias_over_frozen_weights_has_its_gradient(
-    engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In float32, where the processor has no instructions for bfloat16."""
-    monkeypatch.setattr(frozen_linear, "WIDENED", 24)
-    monkeypatch.setattr(frozen_linear, "computes_in_bfloat16", lambda: False)
-    layer = torch.nn.Linear(8, 10).requires_grad_(False).to(torch.bfloat16)
-    frozen_linear.freeze_linears(layer)
-    layer.bias.data = layer.bias.data.float()
-    layer.bias.requires_grad_(True)
-    x = torch.randn(3, 5, 8)
-    if engine == "backward":
-        y = layer(x)
-        g = torch.randn(3, 5, 10).to(torch.bfloat16)
-        y.backward(g)
-        assert layer.bias.grad is not None and layer.bias.grad.dtype == torch.float32
-        torch.testing.assert_close(layer.bias.grad, g.float().sum((0, 1)))
-        return
+@pytest.mark.parametrize("classes", [2, 3, 5])
+def test_metrics_of_a_table_are_scikit_learns(classes: int) -> None:
+    """Also if all guesses are one class, or a class does not occur."""
+    from sklearn.metrics import f1_score, matthews_corrcoef
 
-    def loss(bias: Any, x: Any) -> Any:
-        y = torch.func.functional_call(layer, {"bias": bias, "weight": layer.weight}, x)
-        return (y.float() ** 2).sum() / 2
-
-    biases = torch.randn(3, 10)
-    found = torch.func.vmap(torch.func.grad(loss))(biases, x)
-    wide = x @ layer.weight.float().T + biases[:, None]
-    expected = wide.to(torch.bfloat16).float().sum(1)
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    draw = torch.Generator().manual_seed(classes)
+    for most in (1, 2, classes):
+        right, guessed = (torch.randint(high, (20,), generator=draw) for high in (classes, most))
+        f1, mcc = OfTable("f1", classes), OfTable("mcc", classes)
+        for metric in (f1, mcc):
+            for part in (slice(0, 7), slice(7, 20)):
+                metric.update(guessed[part], right[part])
+        average: Any = "binary" if classes == 2 else "macro"
+        expected = f1_score(right, guessed, average=average, zero_division=0.0)
+        assert float(f1.compute()) == pytest.approx(expected)
+        assert float(mcc.compute()) == pytest.approx(matthews_corrcoef(right, guessed))

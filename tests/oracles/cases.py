@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles.oracle import Config, Quadratic, Round, Schedule, TwoLayer
+from tests.oracles.oracle import Quadratic, Schedule, TwoLayer
 from tests.oracles.problems import Vector
 
 M, D = 6, 4
@@ -57,14 +57,3 @@ def learning(rounds: int = 7) -> tuple[TwoLayer, Vector, Schedule]:
                 (x[order[k : k + 4]], y[order[k : k + 4]]) for k in range(0, sizes[i], 4)
             ]
     return net, 0.5 * rng.normal(size=net.size), Schedule(table, sizes, data)
-
-
-REAL = Config(lr=0.3, lr_decay=0.9, weight_decay=0.01)
-
-
-def same(a: list[Round], b: list[Round], tolerance: float = 1e-13) -> bool:
-    return all(
-        np.allclose(r.w, q.w, rtol=0, atol=tolerance)
-        and np.allclose(r.evaluated, q.evaluated, rtol=0, atol=tolerance)
-        for r, q in zip(a, b, strict=True)
-    )

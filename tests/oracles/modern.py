@@ -1,8 +1,8 @@
-"""The oracle of the methods of 2023 to 2026: NumPy float64, plain loops, on the network TwoLayer.
+"""The rules of 2023 to 2026 on the network TwoLayer, which the oracle's rounds call.
 
 Written from the papers' rules and from nothing of the package. A dictionary per component, absent
-where it is not there; they compose as the callbacks do. Order of a local step: gradient,
-perturbation, mixing, corrections, clipping, preconditioning, direction, SGD at a rate of its own.
+where it is not there. Order of a local step: gradient, perturbation, mixing, corrections,
+clipping, preconditioning, direction, SGD at a rate of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,71 +19,44 @@ from tests.oracles.problems import Schedule, TwoLayer, Vector
 Components = Mapping[str, Any]
 
 
-@dataclass
-class Round:
-    """What there is after a round: models, rows of clients by name, and states of the server."""
+class Modern:
+    """The components ``parts`` of a run from w0, with what clients and the server keep.
 
-    w: Vector
-    evaluated: Vector
-    clients: dict[str, dict[int, Any]]
-    server: dict[str, Any]
-    personal: dict[int, Vector] = field(default_factory=dict)
-
-
-class Federation:
-    """A run from w0; ``lr``, ``decay`` of it per round, ``weight_decay``, ``clip``, ``weighting``.
-
-    ``rounds``: who takes part with which batches; a round without clients changes nothing.
+    ``given``: the model of this round's clients; ``eta``: their rate; ``averaged``: coordinates.
     """
 
+    given: Vector
+    eta: float
+    averaged: Any
+
     def __init__(
-        self,
-        network: TwoLayer,
-        schedule: Schedule,
-        w0: Vector,
-        parts: Components,
-        *,
-        lr: float,
-        decay: float = 1.0,
-        weight_decay: float = 0.0,
-        clip: float | None = None,
-        weighting: str = "uniform",
-        server_lr: float = 1.0,
+        self, network: TwoLayer, schedule: Schedule, w0: Vector, parts: Components, decay: float
     ) -> None:
         self.network = network
         self.schedule = schedule
         self.parts = parts
-        self.lr = lr
-        self.decay = decay
-        self.weight_decay = weight_decay
-        self.clip = clip
-        self.weighting = weighting
-        self.server_lr = server_lr
-        self.m = len(schedule.sizes)
+        self.weight_decay = decay
         self.D = len(w0)
         self.w0 = np.array(w0)
-        self.w = self.w0.copy()
         self.clients: dict[str, dict[int, Any]] = {}
         zeros = np.zeros(self.D)
         self.server: dict[str, Any] = {
-            name: zeros.copy() for name in ("delta", "c", "C", "m", "last", "lambda", "M", "toga")
+            name: zeros.copy() for name in ("delta", "c", "C", "m", "last", "M", "toga", "first")
         }
-        self.server |= {"first": zeros.copy(), "q": 1.0, "r": 1.0}
+        self.server |= {"q": 1.0, "r": 1.0}
         self.server["mixing"] = parts.get("wmsam", {}).get("alpha", 0.1)
         ends = np.cumsum([0, *(math.prod(shape) for shape in network.shapes)])
         self.slices = [slice(a, b) for a, b in itertools.pairwise(ends)]
         self.head = np.zeros(self.D, dtype=bool)
         self.head[self.slices[2]] = self.head[self.slices[3]] = True
-        # FedALS: of each client where its copy counts, and since when and how far it has moved.
-        self.valid: dict[int, Any] = {}
-        self.origin: dict[int, Vector] = {}
-        self.elapsed: dict[int, Vector] = {}
         if "adam" in parts:
             self.server["second"] = np.zeros(len(self.blocks(zeros)))
         self.server["P"] = np.zeros((3, 4))
         self.server["a"] = np.zeros(3)
 
-    # ------------------------------------------------------------------ small helpers
+    def kept(self) -> Any:
+        """The coordinates that are never averaged."""
+        return self.head if "fixed_head" in self.parts else np.full(self.D, "proto" in self.parts)
 
     def row(self, name: str, i: int, initial: Any) -> Any:
         return self.clients.get(name, {}).get(i, initial)
@@ -170,107 +142,53 @@ class Federation:
 
     # ------------------------------------------------------------------ a round
 
-    def run(self) -> list[Round]:
-        history = []
-        evaluated = self.w0
-        for t, cohort in enumerate(self.schedule.rounds):
-            if cohort:
-                evaluated = self.round(t, {i: list(cohort[i]) for i in sorted(cohort)})
-            clients = {name: dict(table) for name, table in self.clients.items()}
-            server = {name: np.array(value) for name, value in self.server.items()}
-            history.append(Round(self.w.copy(), evaluated.copy(), clients, server))
-        for i in range(self.m):
-            history[-1].personal[i] = self.personal(i)
-        return history
+    def broadcast(self, w: Vector) -> Vector:
+        """What clients get as w."""
+        if "lookahead" in self.parts:
+            return w + self.ahead()
+        if "ascent" in self.parts:
+            return w - length(self.server["last"], self.parts["ascent"])
+        return w
 
-    def round(self, t: int, cohort: dict[int, list[Any]]) -> Vector:
-        parts, n, m = self.parts, len(cohort), self.m
-        self.eta = self.lr * self.decay**t
-        total = sum(self.schedule.sizes[i] for i in cohort)
-        p = {i: 1.0 / n for i in cohort}
-        if self.weighting == "samples":
-            p = {i: self.schedule.sizes[i] / total for i in cohort}
-        at_server = self.w
-        ahead = np.zeros(self.D)
-        if "lookahead" in parts:
-            ahead = parts["lookahead"] * self.server["m"]
-            self.given = at_server + ahead
-        elif "ascent" in parts:
-            self.given = at_server - length(self.server["last"], parts["ascent"])
-        else:
-            self.given = at_server
-        kept = np.zeros(self.D, dtype=bool)
-        if "fixed_head" in parts:
-            kept = self.head
-        if "proto" in parts:
-            kept = np.ones(self.D, dtype=bool)
-        self.kept = kept
-        self.averaged = np.ones(self.D, dtype=bool)
-        for layer, period in parts.get("als", {}).items():
-            self.averaged[self.slices[layer]] = period is not None and (t + 1) % period == 0
-        ends = {i: self.train(i, batches) for i, batches in cohort.items()}
-        x = {i: end["x"] for i, end in ends.items()}
+    def ahead(self) -> Vector:
+        return np.asarray(self.parts.get("lookahead", 0.0) * self.server["m"])
+
+    def rate(self, k: int, K: int) -> float:
+        """The share of η in step k."""
+        return 1 - k / K * (1 - self.parts["decay"]) if "decay" in self.parts else 1.0
+
+    def update(self, d: Vector, n: int, p: dict[int, float], ends: dict[int, Any]) -> Vector:
+        """The server's update, and what it remembers; ``d``: the mean of the updates."""
+        parts, m = self.parts, len(self.schedule.sizes)
+        moved = sum((p[i] * (end["x"] - self.given) for i, end in ends.items()), np.zeros(self.D))
         mean_of = {
             name: sum((np.asarray(end[name]) for end in ends.values()), 0.0) / n
             for name in next(iter(ends.values()))
         }
-        moved = sum((p[i] * (x[i] - self.given) for i in cohort), np.zeros(self.D))
         if "fair" in parts:
-            d = self.fair(cohort, ends, x)
-        else:
-            d = moved
+            d = self.fair(ends)
         if parts.get("muon", {}).get("average") == "all":
             d = d * n / m
-        d = d + ahead
-        self.momenta(ahead, moved)
-        self.corrections(n, mean_of)
-        if "feddyn" in parts:
-            a = parts["feddyn"]
-            moves = sum((x[i] - self.given for i in cohort), np.zeros(self.D))
-            old = self.server["lambda"]
-            self.server["lambda"] = np.where(self.averaged, old - a / m * moves, old)
-            d = d - self.server["lambda"] / a
+        ahead = self.ahead()
+        self.server["m"], self.server["last"] = ahead + moved, moved
+        if "wmsam" in parts:
+            self.guide(n, m, mean_of)
         self.moments(n, mean_of)
         self.prototypes(ends)
-        stays = kept | ~self.averaged
-        self.w = np.where(stays, at_server, at_server + self.server_lr * d)
-        for i in cohort:
-            self.valid[i] = np.ones(self.D, dtype=bool)
-        self.valid = {i: where & ~self.averaged for i, where in self.valid.items()}
-        copies = sum((p[i] * x[i] for i in cohort), np.zeros(self.D))
-        return np.where(stays, copies, self.w)
+        return d + ahead
 
-    def momenta(self, ahead: Vector, moved: Vector) -> None:
-        """What the server remembers of its own movement."""
-        parts = self.parts
-        if "lookahead" in parts:
-            self.server["m"] = ahead + moved
-        if "ascent" in parts:
-            self.server["last"] = moved
-
-    def corrections(self, n: int, mean_of: dict[str, Any]) -> None:
-        """SCAFFOLD's c, and FedWMSAM's states."""
-        parts, m = self.parts, self.m
-        if "scaffold" in parts:
-            gamma = parts["scaffold"].get("momentum")
-            if gamma is None:
-                self.server["c"] = self.server["c"] + n / m * mean_of["change"]
-            else:
-                c = self.server["c"]
-                c_plus = (1 - gamma) * c + gamma * mean_of["c_plus"]
-                self.server["c"] = np.where(self.averaged, c_plus, c)
-        if "wmsam" in parts:
-            given = parts["wmsam"]
-            changes = n * (mean_of["velocity"] - self.server["c"])
-            self.server["c"] = self.server["c"] + changes / self.m
-            self.server["delta"] = mean_of["velocity"]
-            nu = min(given["upper"], max(given["lower"], float(mean_of["nu"])))
-            rate = given["rate"]
-            self.server["mixing"] = (1 - rate) * self.server["mixing"] + rate * nu
+    def guide(self, n: int, m: int, mean_of: dict[str, Any]) -> None:
+        """FedWMSAM's states."""
+        given = self.parts["wmsam"]
+        self.server["c"] = self.server["c"] + n * (mean_of["velocity"] - self.server["c"]) / m
+        self.server["delta"] = mean_of["velocity"]
+        nu = min(given["upper"], max(given["lower"], float(mean_of["nu"])))
+        rate = given["rate"]
+        self.server["mixing"] = (1 - rate) * self.server["mixing"] + rate * nu
 
     def moments(self, n: int, mean_of: dict[str, Any]) -> None:
         """Averaged moments, and mean directions."""
-        parts, m = self.parts, self.m
+        parts, m = self.parts, len(self.schedule.sizes)
         if "direction" in parts:
             old = self.server["delta"]
             self.server["delta"] = np.where(self.averaged, mean_of["velocity"], old)
@@ -299,80 +217,36 @@ class Federation:
                     self.server["P"][c] = sums[c] / counts[c]
                     self.server["a"][c] = 1.0
 
-    def fair(self, cohort: Any, ends: Any, x: dict[int, Vector]) -> Vector:
+    def fair(self, ends: dict[int, Any]) -> Vector:
         """q-FedAvg."""
         q = self.parts["fair"]
         above, below = np.zeros(self.D), 0.0
-        for i in cohort:
-            u, loss = x[i] - self.given, max(ends[i]["loss"], 1e-10)
+        for end in ends.values():
+            u, loss = end["x"] - self.given, max(end["loss"], 1e-10)
             above = above + loss**q * u
             below += q * loss ** (q - 1) * float(np.sum(u**2)) / self.eta + loss**q
         return above / below
 
     # ------------------------------------------------------------------ a client
 
-    def start(self, i: int) -> Vector:
-        w = self.given
-        own = self.kept | self.valid.get(i, np.zeros(self.D, dtype=bool))
-        x = np.where(own, self.row("x", i, w), w)
-        if "ri" in self.parts:
-            x = x + self.parts["ri"] * (x - self.row("x", i, self.w0))
-        if "ala" in self.parts:
-            x = self.between(i)
-        return x
+    def start(self, i: int, x: Vector) -> Vector:
+        """Where client i begins: FedALA's θ, after its W has learned."""
+        if "ala" not in self.parts:
+            return x
+        rate, steps = self.parts["ala"]
+        last = self.row("last_i", i, self.given)
+        for _ in range(steps):
+            G = self.gradient(self.between(i), self.schedule.data[i], i)
+            W = self.row("W", i, np.ones(self.D))
+            moved = np.clip(W - rate * G * (self.given - last), 0, 1)
+            self.keep("W", i, np.where(self.head, moved, W))
+        return self.between(i)
 
     def between(self, i: int) -> Vector:
         """FedALA's θ."""
-        last = self.row("x", i, self.given)
+        last = self.row("last_i", i, self.given)
         W = self.row("W", i, np.ones(self.D))
         return np.where(self.head, last + (self.given - last) * W, self.given)
-
-    def train(self, i: int, batches: list[Any]) -> dict[str, Any]:
-        parts, eta, K, w = self.parts, self.eta, len(batches), self.given
-        end: dict[str, Any] = {}
-        if "fair" in parts:
-            end["loss"] = self.loss(w, i)
-        if "ala" in parts:
-            rate, steps = parts["ala"]
-            last = self.row("x", i, w)
-            for _ in range(steps):
-                theta = self.between(i)
-                G = self.gradient(theta, self.schedule.data[i], i)
-                W = self.row("W", i, np.ones(self.D))
-                moved = np.clip(W - rate * G * (w - last), 0, 1)
-                self.keep("W", i, np.where(self.head, moved, W))
-        x = x_0 = self.start(i)
-        state = self.begin(i)
-        elapsed = 0.0
-        for k, batch in enumerate(batches):
-            g = self.loss_gradient(x, i, k, batch, state)
-            if "mu" in parts:
-                g = g + parts["mu"] * (x - w)
-            if "scaffold" in parts:
-                g = g + self.server["c"] - self.row("c_i", i, np.zeros(self.D))
-            if "feddyn" in parts:
-                g = g - self.row("lambda_i", i, np.zeros(self.D)) + parts["feddyn"] * (x - w)
-            if "toga" in parts:
-                g = g + parts["toga"]["beta"] * self.server["toga"]
-            if "fixed_head" in parts:
-                g = np.where(self.head, 0.0, g)
-            if self.clip is not None:
-                g = g * min(1.0, self.clip / max(float(np.linalg.norm(g)), 1e-300))
-            g = self.direction(g, i, k, state)
-            rate = eta
-            if "decay" in parts:
-                rate = eta * (1 - k / K * (1 - parts["decay"]))
-            elapsed += rate
-            moved = x - rate * (g + self.weight_decay * x)
-            x = np.where(self.head, x_0, moved) if "fixed_head" in parts else moved
-        own = self.valid.get(i, np.zeros(self.D, dtype=bool))
-        self.origin[i] = np.where(own, self.origin.get(i, x_0), x_0)
-        self.elapsed[i] = np.where(own, self.elapsed.get(i, 0.0), 0.0) + elapsed
-        velocity = (self.origin[i] - x) / self.elapsed[i]
-        end |= {"x": x, "velocity": velocity, "moved_a_step": (x_0 - x) / K}
-        self.finish(i, x, x_0, K, velocity, state, end)
-        self.keep("x", i, x)
-        return end
 
     def begin(self, i: int) -> dict[str, Any]:
         """What a client has at the start of its steps."""
@@ -397,6 +271,7 @@ class Federation:
                 self.server["c"] - self.row("c_i", i, zeros)
             )
         state["sums"], state["counts"] = np.zeros((3, 4)), np.zeros(3)
+        state["loss"] = self.loss(self.given, i) if "fair" in parts else 0.0
         return state
 
     def loss_gradient(self, x: Vector, i: int, k: int, batch: Any, state: Any) -> Vector:
@@ -434,8 +309,6 @@ class Federation:
             a = self.server["mixing"]
             return a * g + (1 - a) * state["guide"]
         g = self.gradient(x, batch, i)
-        if "sam" in parts:
-            g = self.gradient(x + length(g, parts["sam"]), batch, i)
         if "toga" in parts:
             q = g + parts["toga"]["kappa"] * self.server["toga"]
             g = self.gradient(x + length(q, parts["toga"]["radius"]), batch, i)
@@ -458,9 +331,8 @@ class Federation:
             state["v"] = b2 * state["v"] + (1 - b2) * g**2
             q = self.server["q"] if adam.get("first") == "averaged" else 1.0
             r = self.server["r"] if adam.get("second") == "averaged" else 1.0
-            corrects = adam.get("bias_correction", True)
-            m_hat = state["m"] / (1 - q * b1 ** (k + 1)) if corrects else state["m"]
-            v_hat = state["v"] / (1 - r * b2 ** (k + 1)) if corrects else state["v"]
+            m_hat = state["m"] / (1 - q * b1 ** (k + 1))
+            v_hat = state["v"] / (1 - r * b2 ** (k + 1))
             g = m_hat / (np.sqrt(v_hat) + adam.get("epsilon", 1e-8))
         if "muon" in parts:
             g = self.muon(g, k, state)
@@ -503,18 +375,11 @@ class Federation:
         return direction
 
     def finish(
-        self, i: int, x: Vector, x_0: Vector, K: int, velocity: Vector, state: Any, end: Any
-    ) -> None:
+        self, i: int, x: Vector, x_0: Vector, K: int, velocity: Vector, state: Any
+    ) -> dict[str, Any]:
+        """What client i leaves."""
         parts, zeros = self.parts, np.zeros(self.D)
-        if "scaffold" in parts:
-            old = self.row("c_i", i, zeros)
-            new = np.where(self.averaged, old - self.server["c"] + velocity, old)
-            end["change"], end["c_plus"] = new - old, new
-            self.keep("c_i", i, new)
-        if "feddyn" in parts:
-            old = self.row("lambda_i", i, zeros)
-            new = np.where(self.averaged, old - parts["feddyn"] * (x - self.given), old)
-            self.keep("lambda_i", i, new)
+        end = {"x": x, "velocity": velocity, "moved_a_step": (x_0 - x) / K, "loss": state["loss"]}
         if "adam" in parts:
             b1, b2 = parts["adam"].get("betas", (0.9, 0.999))
             end |= {"m": state["m"], "v_blocks": self.blocks(state["v"])}
@@ -533,18 +398,20 @@ class Federation:
             alpha = self.row("alpha_i", i, parts["mixed"][0])
             self.keep("alpha_i", i, min(1.0, max(0.0, alpha - state["slope"])))
         end |= {"sums": state["sums"], "counts": state["counts"]}
+        self.keep("last_i", i, x)
+        return end
 
-    def personal(self, i: int) -> Vector:
+    def personal(self, i: int, w: Vector) -> Vector:
         """What client i uses itself after the last round, of those methods that say it."""
-        self.given = self.w
+        self.given = w
         if "mixed" in self.parts:
             alpha = self.row("alpha_i", i, self.parts["mixed"][0])
-            return alpha * self.row("v", i, self.w0) + (1 - alpha) * self.w
+            return alpha * self.row("v", i, self.w0) + (1 - alpha) * w
         if "ala" in self.parts:
             return self.between(i)
         if "rod" in self.parts:
-            return self.w + self.row("P", i, np.zeros(self.D))
-        return self.w
+            return w + self.row("P", i, np.zeros(self.D))
+        return w
 
 
 def softmax(z: Any) -> Any:

@@ -9,8 +9,8 @@ that a block follows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from tests.oracles import compression, robust
 from tests.oracles.looking import Looking
+from tests.oracles.modern import Modern
 from tests.oracles.problems import Problem, Quadratic, Schedule, TwoLayer, Vector, local_steps
 
 __all__ = ["Config", "Quadratic", "Round", "Schedule", "TwoLayer", "local_steps", "run", "vectors"]
@@ -71,6 +72,8 @@ class Config:
     moon: tuple[Coefficient, float] | None = None  # mu, temperature
     fedntd: tuple[Coefficient, float] | None = None  # beta, temperature
     fedlc: tuple[Coefficient, bool] | None = None  # tau, the true class left out
+    scaffold_momentum: float | None = None  # FedMoSWA's rule of c
+    modern: Mapping[str, Any] = field(default_factory=dict)  # components in modern.py
     attack: tuple[str, float | None] | None = None  # which, and its scale; of whom:
     attackers: tuple[int, ...] = ()
     noise: Callable[[int, int, int], Vector] | None = None  # (round, client, D) -> N(0, I)
@@ -90,6 +93,7 @@ class Round:
     down: dict[int, int]  # numbers sent to each participant
     up: dict[int, int]
     metrics: dict[str, float]
+    personal: dict[int, Vector] = field(default_factory=dict)
 
 
 def at(value: Coefficient, t: int) -> float:
@@ -125,7 +129,9 @@ def vectors(config: Config) -> tuple[int, int, int]:
     personal = (config.ditto is not None) + (config.pfedme is not None)
     down += 0 if config.ifca is None else config.ifca[0] - 1  # the centres in place of w
     feddyn = config.fedspeed is not None or feddyn  # keeps and sends as FedDyn, and in up:
-    up += config.fedspeed is not None and config.fedspeed[4] == "all" and updates
+    # Its displacement, if the server cannot compute it from what is sent.
+    apart = updates or config.compression is not None
+    up += config.fedspeed is not None and config.fedspeed[4] == "all" and apart
     kept = ri + scaffold + feddyn + smoo + (config.topk is not None) + (lesam and not sent)
     kept += (config.moon is not None) + 2 * (config.scaffnew is not None)
     return down, up, kept + personal
@@ -183,7 +189,12 @@ def run(
     """
     cfg, D, m = config, len(w0), len(schedule.sizes)
     network = problem
-    parts = [*cfg.parts, *([] if cfg.fedrep is None else [(cfg.fedrep[0], None)])]
+    modern = None
+    if cfg.modern:
+        assert isinstance(network, TwoLayer)
+        modern = Modern(network, schedule, w0, cfg.modern, cfg.weight_decay)
+    own_parts = [] if modern is None or not modern.kept().any() else [(modern.kept(), None)]
+    parts = [*cfg.parts, *own_parts, *([] if cfg.fedrep is None else [(cfg.fedrep[0], None)])]
     if cfg.parts and (cfg.fedsmoo is not None or cfg.fednova or cfg.topk is not None):
         raise ValueError("FedSMOO, FedNova and top-k are not defined with partial averaging")
     if cfg.parts and cfg.offset != "own":
@@ -250,6 +261,11 @@ def run(
             layers = getattr(problem, "shapes", [(D,)])
             w, down_bits = compression.broadcast(w, w0, cfg.broadcast, layers, t)
 
+        if modern is not None:
+            w = modern.broadcast(w)
+            modern.given, modern.eta, modern.averaged = w, eta, averaged
+        given = w
+        ends: dict[int, Any] = {}
         for i in cohort:
             # The start: w, with the parts that the client keeps (§ 11); relaxed initialization (§
             # 10).
@@ -266,6 +282,9 @@ def run(
                 own, mean = last_i.get(i, w0), sum((last_i.get(j, w0) for j in range(m)), zeros) / m
                 away = {"own": x - own, "mean": x - mean, "centred": mean - own}[cfg.offset]
                 x = x + at(cfg.beta, t) * away
+            if modern is not None:
+                x = modern.start(i, x)
+                state = modern.begin(i)
             x_0[i] = x.copy()
             origin[i] = np.where(kept, origin.get(i, zeros), x_0[i])
             moving = np.full(D, K[i])
@@ -273,6 +292,8 @@ def run(
                 head, epochs, size = cfg.fedrep
                 first = min(K[i], local_steps(schedule.sizes[i], size, epochs))
                 moving = np.where(head, first, K[i] - first)
+            if modern is not None:
+                moving = moving * (sum(modern.rate(k, K[i]) for k in range(K[i])) / K[i])
             elapsed[i] = np.where(kept, elapsed.get(i, zeros), 0.0) + eta * moving
             down[i] = vectors_down * int((~kept).sum())
             down_bytes += 8 * (vectors_down - 1) * D + math.ceil(down_bits / 8)
@@ -303,7 +324,10 @@ def run(
                     v_i[i] = v - eta * (v_gradient + at(cfg.ditto, t) * (v - w))
                 # § 1, a local step: (1) the gradient of the loss, (2) at a perturbed point (§ 8, §
                 # 9)
-                g = problem.gradient(x if cfg.lesam is None else x + e_round, i, batch)
+                if modern is not None:
+                    g = modern.loss_gradient(x, i, k, batch, state)
+                else:
+                    g = problem.gradient(x if cfg.lesam is None else x + e_round, i, batch)
                 if cfg.pfedme is not None:  # § 17: the gradient of the envelope
                     for _ in range(cfg.pfedme[1]):
                         inner = problem.gradient(theta, i, batch) + cfg.pfedme[0] * (theta - x)
@@ -334,7 +358,12 @@ def run(
                     correction = correction - h_i[i]
                 if cfg.fedspeed is not None:  # § 20 A
                     correction = correction - dual_i.get(i, zeros) + cfg.fedspeed[0] * (x - w)
+                if "toga" in cfg.modern and modern is not None:
+                    correction = correction + cfg.modern["toga"]["beta"] * modern.server["toga"]
                 g = g + correction
+                if "fixed_head" in cfg.modern and modern is not None:
+                    rests = modern.head
+                    g = np.where(rests, 0.0, g)
                 if cfg.fedrep is not None:  # § 17: the head first, then the body
                     head, epochs, size = cfg.fedrep
                     rests = ~head if k < local_steps(schedule.sizes[i], size, epochs) else head
@@ -346,8 +375,11 @@ def run(
                         clipped += 1
                         g = g * (cfg.clip_norm / norm)
                 # (6) SGD: weight decay, momentum
+                rate = eta
+                if modern is not None:
+                    g, rate = modern.direction(g, i, k, state), eta * modern.rate(k, K[i])
                 buffer = cfg.momentum * buffer + g + cfg.weight_decay * x
-                x = np.where(rests, x, x - eta * buffer)
+                x = np.where(rests, x, x - rate * buffer)
             x_K[i] = x
             if cfg.keep_momentum:
                 momentum_i[i] = buffer
@@ -366,8 +398,11 @@ def run(
                 else:
                     raise ValueError(f"scaffold {cfg.scaffold!r}")
                 new = np.where(averaged & (elapsed[i] > 0), new, old)
-                mean_c_change += (new - old) / n
+                kept_c = new - (old if cfg.scaffold_momentum is None else c)
+                mean_c_change += np.where(averaged, kept_c, 0.0) / n
                 c_i[i] = new
+            if modern is not None:
+                ends[i] = modern.finish(i, x, x_0[i], K[i], moved, state)
             if cfg.feddyn is not None:  # § 6
                 old = lambda_i.get(i, zeros)
                 lambda_i[i] = np.where(averaged, old - at(cfg.feddyn, t) * (x - w), old)
@@ -423,9 +458,11 @@ def run(
                 d = sum((p[i] * u[i] for i in cohort), zeros)
             eta_g = 1.0
             if cfg.fedexp is not None:  # § 20 F
-                spread = sum(p[i] * float(np.sum((x_K[i] - w) ** 2)) for i in cohort)
+                spread = sum(p[i] * float(np.sum((x_K[i] - given) ** 2)) for i in cohort)
                 eta_g = max(1.0, spread / (2 * (float(np.sum(d**2)) + cfg.fedexp[0])))
                 d = eta_g * d
+            if modern is not None:
+                d = modern.update(d, n, p, ends)
             of_all = None if sender is None else sender.end_round(m)
             d = d if of_all is None else of_all
             if cfg.ifca is not None:  # § 20 H
@@ -435,14 +472,15 @@ def run(
                     centres[j] = sum((p[i] / share * x_K[i] for i in mine), zeros)
             # The methods' server rules; quantities of a part that is not averaged do not move.
             if cfg.scaffold is not None:
-                c = c + (n / m) * mean_c_change
+                share = n / m if cfg.scaffold_momentum is None else cfg.scaffold_momentum
+                c = c + share * mean_c_change
             if cfg.feddyn is not None:
                 a = at(cfg.feddyn, t)
-                change = (a / m) * sum((x_K[i] - w for i in cohort), zeros)
+                change = (a / m) * sum((x_K[i] - given for i in cohort), zeros)
                 lam = np.where(averaged, lam - change, lam)
                 d = d - lam / a
             if cfg.fedspeed is not None and cfg.fedspeed[4] == "all":  # § 20 A
-                change = (cfg.fedspeed[0] / m) * sum((x_K[i] - w for i in cohort), zeros)
+                change = (cfg.fedspeed[0] / m) * sum((x_K[i] - given for i in cohort), zeros)
                 dual_mean = np.where(averaged, dual_mean - change, dual_mean)
                 d = d - dual_mean / cfg.fedspeed[0]
             if cfg.alpha is not None:
@@ -515,9 +553,19 @@ def run(
         if sender is not None:
             rows |= {"error": sender.error, "h": sender.h, "q": sender.q}
         # rows are replaced, never changed
+        if modern is not None:
+            rows |= modern.clients
+            metrics = {}  # what travels with its components is not counted here
         clients = {name: dict(table) for name, table in rows.items()}
         server = {"c": c, "lambda": lam, "s": s, "Delta": Delta, "dual": dual_mean} | optimizer
         server["centres"] = centres.copy()
         server |= {} if sender is None else {"H": sender.mean}
+        if modern is not None:
+            own = {name: np.array(value) for name, value in modern.server.items()}
+            server = own | {name: server[name] for name in ("c", "lambda")}
+            if "wmsam" in cfg.modern:
+                server["c"] = own["c"]
         history.append(Round(w, evaluated, clients, server, x_K, x_0, clipped, down, up, metrics))
+    for i in range(m) if modern is not None else ():
+        history[-1].personal[i] = modern.personal(i, w)
     return history

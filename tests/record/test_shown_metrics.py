@@ -8,19 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from fl_lightning import callbacks as c
 from fl_lightning.lab.cli.run_folder import RunCheckpoint, RunFolderWriter
 from fl_lightning.lab.cli.run_record import RunRecord
-from fl_lightning.lab.sweep.grid import PlannedRun
-from fl_lightning.lab.sweep.progress_table import ProgressTable
-from fl_lightning.lab.sweep.sweep_folder import DONE, RUNNING
 from fl_lightning.machine.lightning import pl
 from tests.callbacks.test_per_client_evaluation import data
 from tests.helpers.learners import Lit, federated, trainer
-from tests.report.folders import make_run
 
 
 class Showing(Lit):
@@ -88,26 +82,6 @@ def test_what_the_learner_shows_and_what_is_monitored(
     if folders:
         shown = json.loads((tmp_path / "run.json").read_text())["shown"]
         assert shown == ["val_loss", "train_loss", "val_auc", "val_far"]
-        events = EventAccumulator(str(tmp_path))
-        events.Reload()
-        (layout,) = events.Tensors("custom_scalars__config__")
-        (category,) = Layout.FromString(layout.tensor_proto.string_val[0]).category
-        charts = {chart.title: list(chart.multiline.tag) for chart in category.chart}
-        assert list(charts)[:5] == [*shown, "accuracy"] and charts["val_auc"] == ["val_auc$"]
-
-
-class Failing(Showing):
-    """Its measure is NaN after the first round."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        value = float("nan") if self.current_epoch else 0.5
-        self.log("val_auc", value, prog_bar=True)
-
-
-@pytest.mark.parametrize("folders", [True, False])
-def test_a_nan_that_was_measured_last_is_shown(tmp_path: Path, folders: bool) -> None:
-    ran(tmp_path, Failing(), folders=folders)
-    assert "| val_auc | last nan, best 0.5 (round 1) |" in (tmp_path / "card.md").read_text()
 
 
 @pytest.mark.parametrize("method", [c.PartialAveraging({"last": "never"}), c.AlternatingHead()])
@@ -137,31 +111,3 @@ def test_of_one_model_for_all_it_is_the_servers(tmp_path: Path, capsys: Any) -> 
         and "accuracy of clients" not in out + err
         and "accuracy" in rows(out)
     )
-
-
-def test_a_sweeps_table_shows_what_its_runs_are_shown_by(tmp_path: Path, capsys: Any) -> None:
-    columns = {"val_auc": [0.5, 0.75], "clients/acc": [0.25, 0.5], "val/acc": [0.125, 0.125]}
-    make_run(tmp_path / "a/seed-0", "a", 0, columns, shown=["val_auc", 3, "clients/acc"])
-    make_run(tmp_path / "a/seed-1", "a", 1, {"val/acc": [0.5]})  # an older run
-    make_run(tmp_path / "b/seed-0", "b", 0, columns, shown=["val_auc"])
-    runs = {
-        place: PlannedRun(tmp_path, place, place[0], int(place[-1]), ())
-        for place in ("a/seed-0", "a/seed-1", "b/seed-0")
-    }
-    states = {runs["a/seed-0"]: DONE, runs["b/seed-0"]: RUNNING}
-    told = [
-        " ".join(line.split()) for line in ProgressTable("x", None, {"b/seed-0": 9}).lines(states)
-    ]
-    assert told[2:-1] == ["val_auc, clients/acc seed 0", "a 0.7500, 0.5000", "b 2/9"]
-    ProgressTable("x", None, {}).tell(runs["a/seed-0"], states)
-    assert "a/seed-0: done, val_auc 0.7500, clients/acc 0.5000" in capsys.readouterr().out
-    selected = ProgressTable("x", "val/acc", {}).lines(
-        {runs["a/seed-1"]: DONE, runs["b/seed-0"]: DONE}
-    )
-    assert [line.split() for line in selected[2:-1]] == [
-        # Runs that are shown by other metrics name them, each beside its number.
-        ["seed", "1", "seed", "0"],
-        ["a", "val/acc", "0.5000"],
-        ["b", "val/acc", "0.1250,", "val_auc", "0.7500"],
-    ]
-    assert "val/acc" in ProgressTable("x", None, {}).lines({runs["a/seed-1"]: DONE})[2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +12,8 @@ import yaml
 from folders import make_arm, make_run, report
 
 from fl_lightning.lab.report import report_tables
-from fl_lightning.lab.report.budgets import views
 from fl_lightning.lab.report.runs import find
-from fl_lightning.lab.report.scores import SCORES
+from fl_lightning.lab.report.scores import SCORES, views
 from fl_lightning.lab.report.summary import summarise
 
 NAN = float("nan")
@@ -35,9 +33,14 @@ def sweep(folder: Path, metric: str, values: Sequence[float | None], status: str
 
 def judged(tmp_path: Path, sweep: Path, **claim: Any) -> tuple[dict[str, Any], str]:
     """The report on one claim about ``ours`` and ``base``, and its text."""
-    given = {"id": "A", "a": "ours", "b": "base", "direction": "less", "margin": 0.01, **claim}
+    given = {"id": "A", "direction": "less", "metric": "val/loss"}
+    if "arm" not in claim:
+        given |= {"a": "ours", "b": "base", "margin": 0.01}
+    given |= claim
     (tmp_path / "c.yaml").write_text(yaml.safe_dump([given]))
-    argv = [sweep, "--claims", tmp_path / "c.yaml", "--metric", given["metric"]]
+    argv = [sweep, "--claims", tmp_path / "c.yaml"]
+    if "/" in given["metric"]:
+        argv += ["--metric", given["metric"]]
     if "mode" in given:
         argv += ["--mode", given["mode"]]
     found = report(tmp_path / "out", *argv)
@@ -58,23 +61,22 @@ def test_a_diverged_run_has_no_score_where_a_metric_is_below_0(
     (said,) = found["claims"]
     assert (said["verdict"], said["n"], said["left_out"]) == ("inconclusive", 0, 6)
     assert set(found["arms"]["ours"]["scores"][score]["values"].values()) == {None}
-    assert "A lost run has no score." in text and "diverged, so it has no score" in text
+    assert "left out, because a run diverged" in text
     runs = find([tmp_path / "s"])
     runs.directions.given[claim["metric"]] = "max"
     for view in views(runs.arms, claim["metric"]):
-        assert set(view.values["ours"].values()) == {None} and view.values["base"] == pytest.approx(
-            levels
-        )
+        assert set(view.values["ours"].values()) == {None}
+        assert view.values["base"] == pytest.approx(levels)
 
 
 def test_what_diverged_before_it_measured_anything_scores_0_only_above_0(tmp_path: Path) -> None:
     make_arm(tmp_path / "s", "base", {0: 0.5, 1: 0.4}, "val/r2")
     make_run(tmp_path / "s/ours/seed-0", "ours", 0, {}, "diverged")
-    values = report(tmp_path / "out", tmp_path / "s", "--metric", "val/r2")["arms"]["ours"]
-    assert values["scores"]["tail"]["values"] == {"0": 0.0}
-    make_arm(tmp_path / "s", "low", {1: -0.1}, "val/r2")
-    values = report(tmp_path / "out", tmp_path / "s", "--metric", "val/r2")["arms"]["ours"]
-    assert values["scores"]["tail"]["values"] == {"0": None}
+    for worst in (0.0, None):
+        values = report(tmp_path / "out", tmp_path / "s", "--metric", "val/r2")["arms"]["ours"]
+        assert values["scores"]["tail"]["values"] == {"0": worst}
+        if worst is not None:
+            make_arm(tmp_path / "s", "low", {1: -0.1}, "val/r2")
 
 
 @pytest.mark.parametrize("kind", ["difference", "to_target"])
@@ -102,23 +104,13 @@ def test_a_seed_that_an_arm_loses_never_counts_for_it(
     assert said["verdict"] == ("inconclusive" if gone == better else verdict)
 
 
-def test_a_seed_that_both_arms_lose_decides_nothing(tmp_path: Path) -> None:
-    for seed in SEEDS:
-        for arm, level in (("ours", 0.6 + 0.01 * seed), ("base", 0.5)):
-            status = "diverged" if seed == 0 else "done"
-            make_run(tmp_path / f"s/{arm}/seed-{seed}", arm, seed, {"val/loss": [level]}, status)
-    for direction in ("less", "greater"):
-        found, _ = judged(tmp_path, tmp_path / "s", metric="val/loss", direction=direction)
-        assert found["claims"][0]["verdict"] == "inconclusive"
-
-
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("end", [[INF, INF, NAN, INF], [NAN], [-INF, None]], ids=str)
 def test_a_run_whose_last_value_is_no_number_has_lost(
     tmp_path: Path, end: list[float | None], score: str
 ) -> None:
     folder = sweep(tmp_path / "s", "val/loss", [*FALLING, *end])
-    found, text = judged(tmp_path, folder, metric="val/loss", score=score)
+    found, text = judged(tmp_path, folder, score=score)
     (said,) = found["claims"]
     assert (said["verdict"], said["n"], said["left_out"]) == ("inconclusive", 0, 6)
     assert found["arms"]["ours"]["scores"][score]["mean"] is None
@@ -127,9 +119,7 @@ def test_a_run_whose_last_value_is_no_number_has_lost(
         "has lost, as if it had diverged, in tail, last10, smoothed, last, max."
     )
     assert note in text
-    assert "A lost run has no score." in text
-    runs = find([folder])
-    for view in views(runs.arms, "val/loss"):
+    for view in views(find([folder]).arms, "val/loss"):
         assert set(view.values["ours"].values()) == {None}
 
 
@@ -137,10 +127,8 @@ def test_a_run_whose_last_value_is_no_number_scores_0_where_greater_is_better(
     tmp_path: Path,
 ) -> None:
     folder = sweep(tmp_path / "s", "val/f1", [3.0, 3.0, NAN])
-    found, text = judged(tmp_path, folder, metric="val/f1", direction="greater")
-    (said,) = found["claims"]
+    (said,) = judged(tmp_path, folder, metric="val/f1", direction="greater")[0]["claims"]
     assert said["verdict"] == "contradicted" and said["values"]["0"] == -1.0
-    assert "A lost run scores 0." in text
 
 
 @pytest.mark.parametrize(
@@ -150,13 +138,12 @@ def test_what_is_no_number_at_the_end_diverges_and_reaches_no_target(
     tmp_path: Path, direction: str, verdict: str
 ) -> None:
     folder = sweep(tmp_path / "s", "val/loss", [*FALLING, INF])
-    claim = {"kind": "diverges", "arm": "ours", "against": "base", "metric": "val/loss"}
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump([{"id": "D", "direction": direction, **claim}]))
-    argv = ["--claims", tmp_path / "c.yaml", "--metric", "val/loss", "--targets", "0.9"]
-    found = report(tmp_path / "out", folder, *argv)
-    assert found["claims"][0]["verdict"] == verdict
-    assert set(found["arms"]["ours"]["rounds_to"]["0.9"].values()) == {None}
-    assert found["arms"]["base"]["rounds_to"]["0.9"]["0"] is None
+    claim = {"kind": "diverges", "arm": "ours", "against": "base", "direction": direction}
+    assert judged(tmp_path, folder, **claim)[0]["claims"][0]["verdict"] == verdict
+    argv = ("--metric", "val/loss", "--targets", "0.9")
+    found = report(tmp_path / "out", folder, *argv)["arms"]
+    assert set(found["ours"]["rounds_to"]["0.9"].values()) == {None}
+    assert found["base"]["rounds_to"]["0.9"]["0"] is None
 
 
 def test_a_seed_that_has_no_ratio_cannot_help_a_claim(tmp_path: Path) -> None:
@@ -169,24 +156,7 @@ def test_a_seed_that_has_no_ratio_cannot_help_a_claim(tmp_path: Path) -> None:
     make_arm(folder, "base", {5: -0.1}, "global/gap")  # here base is better
     found, text = judged(tmp_path, folder, **claim)
     assert found["claims"][0]["verdict"] == "inconclusive" and found["claims"][0]["n"] == 5
-    assert "seed 5 is left out, because a run has a score of 0 or below" in text
-
-
-@pytest.mark.parametrize(
-    "direction, verdict", [("greater", "inconclusive"), ("less", "contradicted")]
-)
-def test_a_calm_arm_beside_one_that_diverged_is_no_divergence(
-    tmp_path: Path, direction: str, verdict: str
-) -> None:
-    for seed in range(4):
-        calm = seed == 3
-        for arm, lost in (("ours", not calm), ("base", calm)):
-            status = "diverged" if lost else "done"
-            make_run(tmp_path / f"s/{arm}/seed-{seed}", arm, seed, {"val/loss": [1.0] * 9}, status)
-    claim = {"kind": "diverges", "arm": "ours", "against": "base", "metric": "val/loss"}
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump([{"id": "D", "direction": direction, **claim}]))
-    (said,) = report(tmp_path / "out", tmp_path / "s", "--claims", tmp_path / "c.yaml")["claims"]
-    assert (said["verdict"], said["n"], said["left_out"]) == (verdict, 3, 1)
+    assert "seed 5: left out, because a run" in text
 
 
 def test_a_value_that_is_no_number_on_the_way_loses_the_means_that_it_is_in(
@@ -194,7 +164,7 @@ def test_a_value_that_is_no_number_on_the_way_loses_the_means_that_it_is_in(
 ) -> None:
     values: list[float | None] = [*[0.9] * 9, INF, None, 0.5, 0.5]  # eight rounds before the end
     folder = sweep(tmp_path / "s", "val/loss", values)
-    found, text = judged(tmp_path, folder, metric="val/loss", score="last10")
+    found, text = judged(tmp_path, folder, score="last10")
     assert found["claims"][0]["n"] == 0
     scores = found["arms"]["ours"]["scores"]
     known = {score: scores[score]["values"]["0"] for score in ("last10", "last", "max")}
@@ -204,8 +174,9 @@ def test_a_value_that_is_no_number_on_the_way_loses_the_means_that_it_is_in(
 
 def test_an_empty_cell_is_no_value_and_loses_nothing(tmp_path: Path) -> None:
     folder = sweep(tmp_path / "s", "val/loss", [0.9, None, 0.6, None, 0.6, None, None])
-    found, text = judged(tmp_path, folder, metric="val/loss", score="last")
-    assert found["claims"][0]["verdict"] == "reproduced" and "not finite" not in text
+    found, text = judged(tmp_path, folder, score="last")
+    assert found["claims"][0]["verdict"] == "reproduced"
+    assert "is not finite in a round" not in text
     assert found["arms"]["ours"]["scores"]["tail"]["mean"] == 0.6
 
 
@@ -218,66 +189,30 @@ def test_at_equal_cost_a_value_that_is_no_number_loses_while_it_counts(tmp_path:
     assert summarise(find([tmp_path / "s"]), "val/loss").arms["ours"].scores["tail"] == {0: 0.5}
 
 
-def test_layers_that_end_as_no_number_show_no_trend(tmp_path: Path) -> None:
-    columns = {f"consensus_relative/{layer}": [place] * 3 for place, layer in enumerate("abc")}
-    for seed in SEEDS:
-        end = {"consensus_relative/d": [4.0, 4.0, INF if seed == 5 else 4.0]}
-        make_run(tmp_path / f"s/ours/seed-{seed}", "ours", seed, {**columns, **end})
-    claim = {"kind": "trend", "arm": "ours", "over": "layers", "metric": "consensus_relative"}
-    claim |= {"id": "T", "direction": "greater"}
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump([claim]))
-    (said,) = report(tmp_path / "o", tmp_path / "s", "--claims", tmp_path / "c.yaml")["claims"]
-    assert (said["verdict"], said["n"], said["left_out"]) == ("inconclusive", 5, 1)
-
-
 def test_a_claims_own_metric_is_noted_too(tmp_path: Path) -> None:
     for arm in ("base", "ours"):
-        end = [INF] if arm == "ours" else [0.7]
         for seed in SEEDS:
-            columns = {"val/acc": [0.5] * 4, "val/loss": [0.9, 0.8, 0.7, *end]}
+            end = INF if arm == "ours" else 0.7
+            columns = {"val/acc": [0.5] * 4, "val/loss": [0.9, 0.8, 0.7, end]}
             make_run(tmp_path / f"s/{arm}/seed-{seed}", arm, seed, columns)
-    claim = {"id": "A", "a": "ours", "b": "base", "direction": "less", "margin": 0.01}
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump([{**claim, "metric": "val/loss"}]))
-    found = report(tmp_path / "out", tmp_path / "s", "--claims", tmp_path / "c.yaml")
-    assert found["arms"]["ours"]["scores"]["last"]["mean"] == 0.5
-    text = (tmp_path / "out/report.md").read_text()
-    assert "ours, seed 0, 1, 2, 3, 4, 5: val/loss is not finite" in text
-    note = "seeds 0, 1, 2, 3, 4, 5 are left out, because a run has a value that is not finite"
-    assert note in text
+    assert "val/loss is not finite in a round that counts" in judged(tmp_path, tmp_path / "s")[1]
 
 
-@pytest.mark.parametrize("arms", [("ours",), ("ours", "base")], ids=str)
-def test_runs_that_are_infinite_in_every_round_are_reported(
-    tmp_path: Path, arms: tuple[str, ...]
-) -> None:
-    for arm in ("base", "ours"):
-        values = [INF] * 4 if arm in arms else [0.7] * 4
-        make_run(tmp_path / f"s/{arm}/seed-0", arm, 0, {"val/loss": values})
-    argv = [tmp_path / "s", "--metric", "val/loss", "--targets", "0.9"]
-    found = report(tmp_path / "out", *argv, figures="png")
-    assert found["arms"]["ours"]["scores"]["tail"]["values"] == {"0": None}
-    assert json.dumps(found["arms"]["ours"]["rounds_to"]) == '{"0.9": {"0": null}}'
-
-
-def test_smoothed_is_the_lowest_where_less_is_better(tmp_path: Path) -> None:
-    values = [0.9, 0.3, 0.6, 0.5]  # too few to smooth
-    columns = {"val/loss": values, "val/acc": values, "val/quality": values}
+def test_where_less_is_better_the_smoothed_score_is_the_lowest(tmp_path: Path) -> None:
+    columns = {name: [0.9, 0.3, 0.5] for name in ("val/loss", "val/acc", "val/quality")}
     make_run(tmp_path / "s/a/seed-0", "a", 0, columns)
-    texts = []
-    for metric, best in (("val/loss", 0.3), ("val/acc", 0.9)):
-        arm = report(tmp_path / "out", tmp_path / "s", "--metric", metric)["arms"]["a"]
-        assert arm["scores"]["smoothed"]["mean"] == best and arm["scores"]["max"]["mean"] == 0.9
-        texts.append((tmp_path / "out/report.md").read_text())
-    assert "Smoothed: the lowest of the last 50" in texts[0]
-    assert "Smoothed: the highest of the last 50" in texts[1]
+    cases = (("val/loss", None, 0.3), ("val/acc", None, 0.9), ("val/quality", "min", 0.3))
+    for metric, mode, best in cases:
+        argv = ["--metric", metric, *(["--mode", mode] if mode else [])]
+        arm = report(tmp_path / "out", tmp_path / "s", *argv)["arms"]["a"]
+        assert arm["scores"]["smoothed"]["mean"] == best
+        text = (tmp_path / "out/report.md").read_text()
+        assert f"Smoothed: the {'lowest' if best < 0.5 else 'highest'} of the last 50" in text
     unknown = summarise(find([tmp_path / "s"]), "val/quality").arms["a"]
     assert unknown.scores["smoothed"] == {0: 0.9}
-    argv = ["--metric", "val/quality", "--mode", "min"]
-    arm = report(tmp_path / "out", tmp_path / "s", *argv)["arms"]["a"]
-    assert arm["scores"]["smoothed"]["mean"] == 0.3
 
 
-def test_an_arm_with_lost_seeds_is_never_the_best_and_says_how_many_count(tmp_path: Path) -> None:
+def test_an_arm_with_lost_seeds_is_never_the_best(tmp_path: Path) -> None:
     """``wild`` is better in the seed that is left of it; ``good`` has all of them."""
     for seed in range(5):
         columns: dict[str, Any] = {"cost/gradients": [10] * 6, "communication/total_bytes": [9] * 6}
@@ -286,14 +221,8 @@ def test_an_arm_with_lost_seeds_is_never_the_best_and_says_how_many_count(tmp_pa
             columns |= {"val/loss": [loss] * 6, "clients/loss": [loss] * 6}
             folder = tmp_path / f"s/{arm}/seed-{seed}"
             make_run(folder, arm, seed, columns, "diverged" if gone else "done")
-            if not gone:
-                (folder / "clients.csv").write_text(f"client,samples,loss\n0,10,{loss}\n")
     summary = summarise(find([tmp_path / "s"]), "val/loss", ("0.7",))
     for table in (t for t in report_tables.tables(summary) if t.key not in ("pairs", "runs")):
         marked = {row[0].text for row in table.rows for cell in row if cell.mark == "best"}
-        assert "wild" not in marked and ("good" in marked or table.key == "communication"), (
-            table.key
-        )
-        counted = [row[-1].text for row in table.rows]
-        if table.key in ("fairness", "budgets"):
-            assert table.columns[-1] == "runs" and counted == ["5 of 5", "5 of 5", "1 of 5"]
+        assert "wild" not in marked, table.key
+        assert "good" in marked or table.key == "communication", table.key

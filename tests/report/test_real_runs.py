@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from fl_lightning.lab.report.cells import size
 from tests.helpers.commands import typed
 from tests.helpers.zygote import Cli
 
@@ -68,35 +67,28 @@ def record(folder: Path) -> dict[str, Any]:
 
 def test_three_runs_and_their_report(cli: Cli) -> None:
     for name, method, seed in (("a", "fedavg", 1), ("b", "fedinit", 1), ("c", "fedinit", 2)):
-        argv = (
-            "-c",
-            f"method/{method}",
-            "--seed_everything",
-            seed,
-            "--trainer.default_root_dir",
-            name,
-        )
-        assert cli(*FIT, *argv, "--trainer.max_epochs", 3).returncode == 0
+        argv = ("-c", f"method/{method}", "--seed_everything", seed, "--trainer.max_epochs", 3)
+        assert cli(*FIT, *argv, "--trainer.default_root_dir", name).returncode == 0
     a, b, c = (record(cli.folder / name) for name in "abc")
-    assert (a["status"], a["seed"], a["arm"], a["title"], a["rounds"]) == (
-        "done",
-        1,
-        None,
-        "FedAvg",
-        3,
-    )
+    expected = {
+        "status": "done",
+        "seed": 1,
+        "arm": None,
+        "title": "FedAvg",
+        "rounds": 3,
+        "axes": {},
+    }
+    expected |= {"claims_hash": None, "commit": COMMIT, "validated_on": "test"}
+    assert {name: a[name] for name in expected} == expected
     assert a["partition_hash"] == b["partition_hash"] != c["partition_hash"]
     assert b["config_hash"] == c["config_hash"] != a["config_hash"]  # the seed is no part of it
-    assert a["claims_hash"] is None and a["command"][:4] == ["fl-lightning", "fit", "-c", "base"]
-    assert a["axes"] == {} and datetime.fromisoformat(a["started"]) <= datetime.fromisoformat(
-        a["ended"]
-    )
-    assert datetime.fromisoformat(a["started"]).utcoffset() == timedelta(0)
-    assert a["commit"] == COMMIT and {"time/cpu", "time/round"} <= set(header(cli.folder / "a"))
+    assert a["command"][:4] == ["fl-lightning", "fit", "-c", "base"]
+    started, ended = (datetime.fromisoformat(a[when]) for when in ("started", "ended"))
+    assert started <= ended and started.utcoffset() == timedelta(0)
+    assert {"time/cpu", "time/round"} <= set(header(cli.folder / "a"))
     assert set(a["versions"]) >= {"fl-lightning", "torch", "pytorch-lightning", "python"}
     machine = a["machine"]
     assert machine["cores"] >= 1 and machine["threads"] >= 1 and machine["processes"] == 1
-    assert a["validated_on"] == "test"
     assert machine["gpu"] is None and machine["memory"] > 2**20 and machine["processor"]
     result = cli("report", "a", "b", "c", "--targets", "0.5", "--out", "out")
     assert result.returncode == 0, result.stderr
@@ -105,9 +97,6 @@ def test_three_runs_and_their_report(cli: Cli) -> None:
     assert {arm: entry["n"] for arm, entry in found["arms"].items()} == {"FedAvg": 1, "FedInit": 2}
     assert found["pairs"][0]["n"] == 1 and found["arms"]["FedInit"]["bytes_to"]["0.5"]["1"] > 0
     assert "MLP" in (cli.folder / "a/config.yaml").read_text()
-    refused = cli("report", "a", "b", "--metric", "val/acc", "--claims", "none.yaml", "--out", "no")
-    assert refused.returncode == 2 and refused.stderr.startswith("fl-lightning: --claims none.yaml")
-    assert not (cli.folder / "no").exists()
 
 
 def test_a_changed_digit_of_the_metrics_is_named(cli: Cli) -> None:
@@ -137,20 +126,6 @@ def test_a_changed_digit_of_the_metrics_is_named(cli: Cli) -> None:
     del of_the_run["metrics_hash"]
     (cli.folder / "a/run.json").write_text(json.dumps(of_the_run))
     assert "SHA-256" not in notes()
-
-
-def test_equal_bytes_are_those_that_travelled(cli: Cli) -> None:
-    """Eight bits a number up and four scales, of the 4,810 numbers in float32 down."""
-    for method in ("fedavg", "qsgd"):
-        argv = ("-c", f"method/{method}", "--trainer.default_root_dir", method)
-        assert cli(*FIT, *argv, "--trainer.max_epochs", 3).returncode == 0
-    lines = (cli.folder / "qsgd/metrics.csv").read_text().splitlines()
-    sent = int(float(lines[-1].split(",")[lines[0].split(",").index("communication/total_bytes")]))
-    assert sent == 3 * 5 * (4810 * 4 + 4810 + 4 * 4)
-    made = cli("report", "fedavg", "qsgd", "--figures", "none", "--out", "out")
-    assert made.returncode == 0
-    text = (cli.folder / "out/report.md").read_text()
-    assert f"| {size(sent)} sent |" in text
 
 
 def own(cli: Cli, fault: str, rounds: int = 2) -> tuple[object, ...]:
@@ -186,10 +161,3 @@ def test_a_killed_run_is_running_a_stopped_one_stopped_and_going_on_ends_it(cli:
     ended = record(cli.folder / "x")
     assert ended["started"] == left["started"] < ended["ended"]
     assert (ended["status"], ended["arm"], ended["claims_hash"]) == ("done", "mine", "h")
-
-
-def test_a_refused_run_leaves_no_record(cli: Cli) -> None:
-    assert (
-        cli(*FIT, "--trainer.default_root_dir", "x", "--model.participation", 2.0).returncode == 2
-    )
-    assert not (cli.folder / "x").exists()

@@ -5,6 +5,7 @@ Every statistic against NumPy and SciPy's own paired test.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from scipy import stats
 
 from fl_lightning.errors import UserError
 from fl_lightning.lab.report.report_command import main
+from fl_lightning.metrics import metrics_hash
 
 LEVELS = {0: 0.70, 1: 0.72, 2: 0.69, 3: 0.75}
 
@@ -116,7 +118,7 @@ def test_unfinished_runs_and_missing_seeds_are_shown_and_kept_out(tmp_path: Path
     assert pair["n"] == 2 and close(pair["mean"], (0.1 + 0.05) / 2)
     page = (tmp_path / "out/report.md").read_text()
     assert (
-        "Seed 9 of b has no pair: a has no finished run with this seed." in page
+        "b, seed 9: no pair, because a has no such finished run." in page
         and "b, seed 4: failed." in page
     )
 
@@ -149,13 +151,8 @@ def test_an_absent_metric_scores_nobody(tmp_path: Path) -> None:
     make_arm(tmp_path / "s", "a", LEVELS, "test/acc")
     make_arm(tmp_path / "s", "b", LEVELS, "test/acc")
     make_run(tmp_path / "s/b/seed-7", "b", 7, {"test/acc": [0.1]}, "diverged")
-    found = report(tmp_path / "out", tmp_path / "s", "--targets", "0.5")
-    scores = found["arms"]["b"]["scores"]["last10"]
-    assert (
-        scores["mean"] is None and scores["sd"] is None and set(scores["values"].values()) == {None}
-    )
-    assert found["pairs"][0]["n"] == 0 and found["pairs"][0]["mean"] is None
-    assert "No run logs val/acc" in (tmp_path / "out/report.md").read_text()
+    told = refused(tmp_path / "out", tmp_path / "s", "--targets", "0.5")
+    assert "no run logs val/acc" in told and "They log test/acc" in told
 
 
 def test_a_metric_that_was_asked_for_and_is_absent_is_refused(tmp_path: Path) -> None:
@@ -173,8 +170,45 @@ def test_runs_by_themselves_come_in_the_order_of_the_command_line(tmp_path: Path
     assert (found["pairs"][0]["a"], found["pairs"][0]["b"]) == ("FedInit", "SCAFFOLD")
     head = "arm,seed,status,rounds,tail,last10,smoothed,last,max,folder"
     assert (tmp_path / "out/report.csv").read_text().startswith(head)
-    told = "Mean of last 10: of all values if a run has fewer than ten."
-    assert told in (tmp_path / "out/report.md").read_text(), "one round alone"
+
+
+def test_runs_of_one_title_are_named_after_the_settings_that_differ(tmp_path: Path) -> None:
+    """Seeds, engines and callbacks that measure make no arm of their own."""
+
+    def made(place: str, seed: int, **settings: Any) -> Path:
+        known = {"learner/network": "MLP", "client_optimizer/lr": 0.1, "engine": "auto"} | settings
+        return make_run(tmp_path / place, None, seed, {"val/acc": [0.5]}, settings=known)
+
+    wide = {"learner/network": "ViT", "learner/network/width": 8, "learner/parameters": 9}
+    slow = {"client_optimizer/lr": 0.01, "engine": "stacked", "callback/HessianLogger/top": 2}
+    folders = [made("a", 0), made("b", 1, engine="stacked"), made("c", 0, **wide)]
+    folders += [made("d", 0, **slow), made("f", 0, **{**wide, "learner/network/width": 16})]
+    arms = report(tmp_path / "out", *folders)["arms"]
+    assert {name: arm["n"] for name, arm in arms.items()} == {
+        "FedAvg, network MLP, lr 0.1": 2,
+        "FedAvg, network ViT, lr 0.1, width 8": 1,
+        "FedAvg, network MLP, lr 0.01": 1,
+        "FedAvg, network ViT, lr 0.1, width 16": 1,
+    }
+    page = (tmp_path / "out/report.md").read_text()
+    assert "| learner/network | MLP | ViT | MLP | ViT |" in page
+    report(tmp_path / "two", folders[0], folders[2])
+    page = (tmp_path / "two/report.md").read_text()
+    assert "| learner/network | MLP | ViT |" in page and "learner/network/width" not in page
+    other = made("e", 0, engine="sequential")
+    assert "their recorded settings are the same" in refused(tmp_path / "no", folders[0], other)
+
+
+def test_an_accuracy_of_a_model_that_no_client_uses_is_noted(tmp_path: Path) -> None:
+    both = {"val/acc": [0.1], "clients/acc": [0.9]}
+    one = make_run(tmp_path / "a", "fedavg", 0, both, shown=["val/acc"])
+    own = make_run(tmp_path / "b", "fedbabu", 0, both, shown=["clients/acc"])
+    summary_note = "the clients of fedbabu use their own models, which clients/acc measures."
+    report(tmp_path / "out", one, own)
+    page = (tmp_path / "out/report.md").read_text()
+    assert summary_note in page and "All arms log clients/acc: give report" in page
+    report(tmp_path / "out", one, own, "--metric", "clients/acc")
+    assert "use their own models" not in (tmp_path / "out/report.md").read_text()
 
 
 def test_another_partition_is_refused_by_name(tmp_path: Path) -> None:
@@ -208,6 +242,19 @@ def test_a_second_run_of_one_arm_and_seed_is_refused_by_name(tmp_path: Path) -> 
             "do not ascend",
         ),
         (lambda f: (f / "run.json").unlink(), "there is no run here"),
+        (lambda f: (f / "run.json").write_text("[" * 100_000), "cannot read"),
+        (
+            lambda f: (f / "metrics.csv").write_text("round,val/acc\n0," + "1" * 200_000 + "\n"),
+            "field larger",
+        ),
+        (
+            lambda f: (f / "metrics.csv").write_text(f"round,val/acc\n{'9' * 400},0.5\n"),
+            "rounds that do not ascend",
+        ),
+        (
+            lambda f: (f / "metrics.csv").write_text("round,val/acc,val/acc\n0,0.1,0.9\n"),
+            "two columns 'val/acc'",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, change: Any, words: str) -> None:
@@ -240,3 +287,53 @@ def test_a_report_does_not_wait_for_torch(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", code, "report", str(tmp_path / "s")]
     result = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert result.stdout.splitlines()[-1] == "False" and (tmp_path / "s/report.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda lines: [*lines[:5], *lines[7:]], "lacks 2 of the rounds 0 to 19"),
+        (lambda lines: lines[:-3], "ends after 17 of 20 rounds"),
+        (lambda lines: lines[:1], "ends after 0 of 20 rounds"),
+    ],
+)
+def test_what_a_run_has_lost_is_said(tmp_path: Path, change: Any, words: str) -> None:
+    make_arm(tmp_path / "s", "a", {0: 0.5})
+    path = tmp_path / "s/a/seed-0/metrics.csv"
+    path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
+    report(tmp_path / "out", tmp_path / "s")
+    assert words in (tmp_path / "out/report.md").read_text()
+
+
+def test_a_run_that_ended_itself_early_has_lost_nothing(tmp_path: Path) -> None:
+    (run,) = make_arm(tmp_path / "s", "a", {0: 0.5})
+    record = json.loads((run / "run.json").read_text()) | {"rounds": 100}
+    (run / "run.json").write_text(json.dumps(record | {"metrics_hash": metrics_hash(run)}))
+    report(tmp_path / "out", tmp_path / "s")
+    assert "ends after" not in (tmp_path / "out/report.md").read_text()
+
+
+def test_what_lies_beside_the_runs_is_read_with_care(tmp_path: Path) -> None:
+    for arm in "ab":
+        make_arm(tmp_path / "s", arm, {0: 0.5})
+    (tmp_path / "s/runs.csv").write_text("arm,seed\n" + "a" * 200_000 + ",0\n")
+    (tmp_path / "s/sweep.yaml").write_bytes(b"\xff\xfe")
+    assert set(report(tmp_path / "out", tmp_path / "s")["arms"]) == {"a", "b"}
+
+
+def test_a_number_that_no_sum_can_hold_counts_as_infinite(tmp_path: Path) -> None:
+    make_arm(tmp_path / "s", "a", {0: 0.5})
+    (tmp_path / "s/a/seed-0/metrics.csv").write_text("round,val/acc\n0,1e308\n1,1e308\n2,0.5\n")
+    scores = report(tmp_path / "out", tmp_path / "s")["arms"]["a"]["scores"]
+    assert (scores["last10"]["mean"], scores["last"]["mean"]) == (0.0, 0.5)
+
+
+def test_what_the_runs_themselves_warned_of_is_noted(tmp_path: Path) -> None:
+    warned = "what is validated is the mean of 2 clusters' models, which is not a useful model"
+    for seed in (0, 1):
+        given = {"notes": [warned, f"seed={seed} was drawn"], "commit": f"commit-{seed}"}
+        make_run(tmp_path / f"s/ifca/seed-{seed}", "ifca", seed, {"val/acc": [0.5]}, **given)
+    report(tmp_path / "out", tmp_path / "s")
+    text = (tmp_path / "out/report.md").read_text()
+    assert f"ifca: {warned}." in text and "was drawn" not in text
+    assert "different commits: commit-0, commit-1" in text

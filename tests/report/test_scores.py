@@ -1,4 +1,5 @@
-"""Scores of a curve and its targets, against sums written out by hand."""
+"""Scores of a curve and its targets, against sums written out by hand; intervals and corrections,
+against SciPy's own test and the definition."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ import pytest
 from folders import make_run
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
+from fl_lightning.lab.report.intervals import holm, paired
 from fl_lightning.lab.report.runs import ReportedRun, read_run
 from fl_lightning.lab.report.scores import reached, scores, smooth, tail
 
@@ -71,14 +74,6 @@ def test_every_score_is_the_sum_written_out(values: list[float]) -> None:
     assert found["smoothed"] == pytest.approx(max(smoothed_by_hand(values)[-50:]), abs=1e-12)
 
 
-@given(curves)
-def test_smoothing_keeps_length_and_range_and_constants(values: list[float]) -> None:
-    smoothed = smooth(np.array(values))
-    assert len(smoothed) == len(values)
-    assert min(values) - 1e-12 <= smoothed.min() and smoothed.max() <= max(values) + 1e-12
-    assert smooth(np.full(len(values), 0.25)) == pytest.approx(0.25, abs=1e-12)
-
-
 @given(curves, st.floats(0, 1))
 def test_a_target_is_reached_when_the_smoothed_curve_first_is_there(
     values: list[float], target: float
@@ -90,16 +85,6 @@ def test_a_target_is_reached_when_the_smoothed_curve_first_is_there(
         assert found["rounds"] == wanted
         assert found["bytes"] == (None if wanted is None else 7 * wanted)
         assert found["seconds"] == (None if wanted is None else 0.5 * wanted)
-
-
-@given(curves, st.floats(0, 1), st.floats(0, 1))
-def test_a_higher_target_is_never_reached_earlier(
-    values: list[float], one: float, other: float
-) -> None:
-    low, high = (
-        reached(run_of(values), "val/acc", target)["rounds"] for target in sorted((one, other))
-    )
-    assert high is None or low <= high
 
 
 @pytest.mark.parametrize("status", ["diverged", "running", "stopped", "failed"])
@@ -147,3 +132,43 @@ def test_the_last_line_counts_without_a_line_break_where_the_run_ended(tmp_path:
         (folder / "metrics.csv").write_text(text.rstrip("\n"))
         # 0.34 may be cut from 0.341 while it runs
         assert len(read_run(folder).column("val/acc")) == length
+
+
+# ----------------------------------------------------------------------------------- intervals
+
+
+@given(st.lists(st.floats(-1, 1), min_size=2, max_size=12).filter(lambda d: np.std(d) > 1e-6))
+def test_a_paired_interval_is_the_t_test_of_the_differences(differences: list[float]) -> None:
+    found, wanted = paired(differences), stats.ttest_1samp(differences, 0.0)
+    low, high = wanted.confidence_interval(0.95)
+    assert (found.n, found.mean) == (
+        len(differences),
+        pytest.approx(np.mean(differences), abs=1e-12),
+    )
+    assert found.sd == pytest.approx(np.std(differences, ddof=1), rel=1e-9)
+    assert (found.low, found.high) == (pytest.approx(low, abs=1e-9), pytest.approx(high, abs=1e-9))
+    assert found.p == pytest.approx(wanted.pvalue, abs=1e-9)
+
+
+def test_too_few_and_all_equal_differences() -> None:
+    assert vars(paired([])) == dict.fromkeys(("mean", "sd", "low", "high", "p")) | {"n": 0}
+    one = dict.fromkeys(("sd", "low", "high", "p")) | {"n": 1, "mean": 0.3}
+    assert vars(paired([0.3])) == one
+    equal, nothing = paired([0.1, 0.1, 0.1]), paired([0.0, 0.0])
+    assert (equal.mean, equal.low, equal.high) == pytest.approx((0.1, 0.1, 0.1), abs=1e-12)
+    assert (equal.sd, equal.p) == (0.0, 0.0)
+    assert (nothing.mean, nothing.sd, nothing.p) == (0.0, 0.0, 1.0)
+
+
+p_values = st.lists(st.none() | st.floats(0, 1), max_size=8)
+
+
+@given(p_values)
+def test_holm_by_its_definition(p: list[float | None]) -> None:
+    known = [x for x in p if x is not None]
+    for value, corrected in zip(p, holm(p), strict=True):
+        if value is None:
+            assert corrected is None
+            continue
+        below = [(sum(y >= x for y in known), x) for x in known if x <= value]
+        assert corrected == pytest.approx(min(1.0, max(count * x for count, x in below)), abs=1e-12)

@@ -1,12 +1,8 @@
-"""Arms within settings, sweeps side by side; what runs have lost, and claims that are none."""
+"""Arms within settings, and sweeps side by side."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from folders import make_arm, make_run, report
@@ -14,7 +10,6 @@ from test_claims import write as written
 
 from fl_lightning.errors import UserError
 from fl_lightning.lab.report.report_command import main
-from fl_lightning.metrics import metrics_hash
 
 
 def refused(*argv: object) -> str:
@@ -22,10 +17,6 @@ def refused(*argv: object) -> str:
     with pytest.raises(UserError) as error:
         main([*map(str, argv), "--out", "nowhere"])
     return str(error.value)
-
-
-# --------------------------------------------------------------------------- settings, several
-# sweeps
 
 
 def grid(folder: Path, alphas: tuple[str, ...] = ("0.1", "0.6"), shift: float = 0.0) -> Path:
@@ -66,62 +57,18 @@ def test_arms_are_compared_within_a_setting(tmp_path: Path) -> None:
     )
 
 
-def alphas(folder: Path, **more: list[str]) -> Path:
-    """Arms over ``data.partition.alpha`` and ``more`` axes, two seeds each."""
-    swept = {**more, "data.partition.alpha": ["0.1", "1.0"]}
-    several = [axis for axis, values in swept.items() if len(values) > 1]
-    for values in product(*swept.values()):
-        axes = dict(zip(swept, values, strict=True))
-        arm = "_".join(axes[axis] for axis in several)
-        make_arm(folder, arm, {0: 0.5, 1: 0.6}, partition=values[-1], axes=axes)
-    (folder / "sweep.yaml").write_text("configs: [base]\n")
-    return folder
-
-
-@pytest.mark.parametrize(
-    "more, title",
-    [
-        ({"method": ["fedavg", "own"]}, "Methods by settings (partition alpha)"),
-        ({"method": ["fedavg"]}, "Methods by settings (partition alpha)"),
-        (
-            {"method": ["fedavg"], "method.init_args.beta": ["0", "0.1"]},
-            "Methods (method beta) by settings (partition alpha)",
-        ),
-        (
-            {"method": ["fedavg", "own"], "data.num_clients": ["5", "9"]},
-            "Methods by settings (data num_clients × partition alpha)",
-        ),
-    ],
-)
-def test_a_table_by_settings_says_what_they_are(
-    tmp_path: Path, more: dict[str, list[str]], title: str
-) -> None:
-    report(tmp_path / "out", alphas(tmp_path / "s", **more))
-    for kind in ("md", "tex", "html"):
-        text = (tmp_path / f"out/report.{kind}").read_text().replace(r"\_", "_")
-        assert f"{title}: val/acc" in text.replace(r"$\times$", "×"), kind
-
-
-def test_axes_of_sweeps_that_are_reported_together_are_all_named(tmp_path: Path) -> None:
-    alphas(tmp_path / "one", method=["fedavg", "own"])
-    for skew in ("iid", "group"):
-        for method in ("fedavg", "own"):
-            axes = {"method": method, "data.partition": skew}
-            make_arm(tmp_path / "two", f"{method}_{skew}", {0: 0.5}, axes=axes)
-    (tmp_path / "two/sweep.yaml").write_text("configs: [base]\n")
-    report(tmp_path / "out", tmp_path / "one", tmp_path / "two")
-    text = (tmp_path / "out/report.md").read_text()
-    assert "## Methods by settings (partition alpha or data partition): val/acc" in text
-
-
 def test_a_table_by_settings_says_what_was_compared(tmp_path: Path) -> None:
     within = "Each arm is compared with the first arm of its setting."
     claimed = "Only the claims are tested."
-    folder = alphas(tmp_path / "s", method=["fedavg", "own"])
-    claim = {"id": "A", "a": "own_0.1", "b": "fedavg_0.1", "metric": "val/acc", "margin": 0}
+    folder = grid(tmp_path / "s")
+    claim = {"id": "A", "a": "fedinit-0.1_Dirichlet-0.1", "b": "fedavg_Dirichlet-0.1"}
+    claim |= {"metric": "val/acc", "margin": 0}
     claims = written(tmp_path / "c.yaml", {**claim, "direction": "greater"})
     # Of one method there is nothing in a setting to compare with.
-    alone = alphas(tmp_path / "alone", method=["fedavg"])
+    alone = tmp_path / "alone"
+    for alpha in ("0.1", "1.0"):
+        axes = {"method": "fedavg", "data.partition.alpha": alpha}
+        make_arm(alone, alpha, {0: 0.5, 1: 0.6}, partition=alpha, axes=axes)
     cases = (
         ([folder], 2, within),
         ([folder, "--claims", claims], 1, claimed),
@@ -169,24 +116,6 @@ def test_a_trend_over_an_axis_is_of_its_own_method(tmp_path: Path) -> None:
     assert (said[1]["n"], said[1]["verdict"]) == (5, "inconclusive")  # constant: ρ is 0
     several = refused(folder, "--claims", written(tmp_path / "d.yaml", {"id": "T", **shared}))
     assert "several methods were swept" in several
-
-
-@pytest.mark.parametrize(
-    "places, p, verdict", [(2, 0.0625, "inconclusive"), (4, 2 / 24**5, "reproduced")]
-)
-def test_seeds_that_agree_on_a_short_axis_may_agree_by_chance(
-    tmp_path: Path, places: int, p: float, verdict: str
-) -> None:
-    for place in range(places):
-        for seed in range(5):
-            run = tmp_path / f"s/{place}/seed-{seed}"
-            axes = {"model.participation": str(place)}
-            make_run(run, str(place), seed, {"val/acc": [0.5 + 0.01 * place] * 9}, axes=axes)
-    claim = {"kind": "trend", "over": "model.participation", "metric": "val/acc"}
-    path = written(tmp_path / "c.yaml", {"id": "T", "direction": "greater", **claim})
-    (said,) = report(tmp_path / "out", tmp_path / "s", "--claims", path)["claims"]
-    assert said["mean"] == pytest.approx(1.0) and said["p"] == pytest.approx(p)
-    assert said["verdict"] == verdict
 
 
 def test_sweeps_with_other_claims_keep_their_arms_apart(tmp_path: Path) -> None:
@@ -243,102 +172,9 @@ def test_a_trend_is_provisional_while_a_value_of_its_axis_has_no_run(tmp_path: P
         assert said[0]["provisional"] is provisional
 
 
-# --------------------------------------------------------------------------- what was damaged is
-# said
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (lambda lines: [*lines[:5], *lines[7:]], "lacks 2 of the rounds 0 to 19"),
-        (lambda lines: lines[:-3], "ends after 17 of 20 rounds"),
-        (lambda lines: lines[:1], "ends after 0 of 20 rounds"),
-        (lambda lines: [*lines[:-1], lines[-1].rstrip("\n")], "last line without a line break"),
-    ],
-)
-def test_what_a_run_has_lost_is_said(tmp_path: Path, change: Any, words: str) -> None:
-    make_arm(tmp_path / "s", "a", {0: 0.5})
-    path = tmp_path / "s/a/seed-0/metrics.csv"
-    path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
-    report(tmp_path / "out", tmp_path / "s")
-    assert words in (tmp_path / "out/report.md").read_text()
-
-
-def test_a_run_that_ended_itself_early_has_lost_nothing(tmp_path: Path) -> None:
-    (run,) = make_arm(tmp_path / "s", "a", {0: 0.5})
-    record = json.loads((run / "run.json").read_text()) | {"rounds": 100}
-    (run / "run.json").write_text(json.dumps(record | {"metrics_hash": metrics_hash(run)}))
-    report(tmp_path / "out", tmp_path / "s")
-    assert "ends after" not in (tmp_path / "out/report.md").read_text()
-    (run / "run.json").write_text(json.dumps(record))  # an older run: nothing shows that it did
-    report(tmp_path / "out", tmp_path / "s")
-    assert "ends after 20 of 100 rounds" in (tmp_path / "out/report.md").read_text()
-
-
 def test_the_place_in_a_sweep_names_the_arm_of_a_run(tmp_path: Path) -> None:
     for arm in ("fedinit-0.1", "fedinit-0.01"):  # made by `fl-lightning fit`, which knows no arms
         make_run(tmp_path / f"s/{arm}/seed-0", None, 0, {"val/acc": [0.5] * 9}, title="FedInit")
     rows = "".join(f"{arm},0,done,x\n" for arm in ("fedinit-0.1", "fedinit-0.01"))
     (tmp_path / "s/runs.csv").write_text(f"arm,seed,status,folder\n{rows}")
     assert list(report(tmp_path / "out", tmp_path / "s")["arms"]) == ["fedinit-0.1", "fedinit-0.01"]
-
-
-def test_a_column_that_stands_twice_is_refused_and_removed_claims_are_said(tmp_path: Path) -> None:
-    folder = tmp_path / "s"
-    make_arm(folder, "up", {0: 0.5, 1: 0.5}, claims_hash=hashlib.sha256(b"gone").hexdigest())
-    report(tmp_path / "out", folder)
-    assert "claims.yaml was removed" in (tmp_path / "out/report.md").read_text()
-    path = folder / "up/seed-0/metrics.csv"
-    path.write_text("round,val/acc,val/acc\n" + "".join(f"{t},0.1,0.9\n" for t in range(30)))
-    assert "two columns 'val/acc'" in refused(folder)
-
-
-@pytest.mark.parametrize(
-    "claim, words",
-    [
-        (
-            {"kind": "trnd"},
-            "difference, every_seed, equivalence, interaction, to_target, trend, diverges",
-        ),
-        ({"kind": "interaction", "direction": "less", "margin": 0}, "c, d missing"),
-        ({"kind": "to_target", "direction": "less", "margin": 0, "target": 0.8}, "cost missing"),
-        (
-            {
-                "kind": "to_target",
-                "direction": "less",
-                "margin": 0,
-                "target": {"arm": ""},
-                "cost": "rounds",
-            },
-            "{arm: A",
-        ),
-        ({"kind": "equivalence"}, "margin missing"),
-        (
-            {"kind": "equivalence", "margin": 1, "over": "layers"},
-            "'over' is not known in a claim of kind equivalence",
-        ),
-        ({"direction": "less", "margin": 0, "primary": "yes"}, "true or false"),
-    ],
-)
-def test_claims_of_each_kind_are_checked(tmp_path: Path, claim: dict[str, Any], words: str) -> None:
-    make_arm(tmp_path / "s", "a", {0: 0.5})
-    path = written(
-        tmp_path / "c.yaml", {"id": "A", "a": "a", "b": "b", "metric": "val/acc", **claim}
-    )
-    assert words in refused(tmp_path / "s", "--claims", path)
-
-
-def test_a_family_has_one_primary_claim(tmp_path: Path) -> None:
-    make_arm(tmp_path / "s", "a", {0: 0.5})
-    one = {
-        "a": "a",
-        "b": "b",
-        "metric": "val/acc",
-        "direction": "less",
-        "margin": 0,
-        "primary": True,
-    }
-    path = written(tmp_path / "c.yaml", {"id": "A", **one}, {"id": "B", **one})
-    assert "A and B are both the primary claim" in refused(tmp_path / "s", "--claims", path)
-    written(path, {"id": "A", **one}, {"id": "B", **one, "family": "f"})
-    assert len(report(tmp_path / "out", tmp_path / "s", "--claims", path)["claims"]) == 2

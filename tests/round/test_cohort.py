@@ -65,22 +65,6 @@ def test_a_started_share_of_an_epoch_is_rounded_up_in_exact_decimals(
     assert cohort(batches, local_epochs=epochs).steps(0) == steps
 
 
-def test_steps_win_over_epochs_and_epochs_are_of_the_client() -> None:
-    assert (
-        cohort(7, local_epochs=2).steps(3) == 20
-        and cohort(7, local_epochs=2, local_steps=5).steps(3) == 5
-    )
-
-
-def test_sizes_are_of_who_was_asked_for() -> None:
-    assert cohort().sizes([2, 9]) == {2: 20, 9: 90}
-
-
-def test_the_most_clients_of_a_round() -> None:
-    assert (cohort().most, cohort(sampling="bernoulli").most) == (3, 10)
-    assert {len(cohort().participants(t)) for t in range(20)} == {3}
-
-
 @pytest.mark.parametrize(("participation", "mean"), [(3, 3.0), (0.36, 3.6)])
 def test_bernoulli_sampling_takes_each_client_with_its_probability(
     participation: Any, mean: float
@@ -113,13 +97,3 @@ def test_poisson_sampling_may_take_nobody_and_bernoulli_takes_somebody_in_such_a
 def test_as_many_are_chosen_as_would_have_been_sampled(kind: str) -> None:
     drawn = cohort(participation=0.4, sampling=kind)
     assert [drawn.number(t) for t in range(50)] == [len(drawn.participants(t)) for t in range(50)]
-
-
-def test_all_take_part_in_ascending_order() -> None:
-    assert cohort(participation="all").participants(4) == tuple(range(10))
-
-
-def test_a_cohort_says_how_much_it_does() -> None:
-    assert cohort().describe() == "3 of 10 clients · 5 epochs"
-    assert cohort(local_steps=4).describe() == "3 of 10 clients · 4 steps"
-    assert cohort(local_epochs=1.5).describe() == "3 of 10 clients · 1.5 epochs"

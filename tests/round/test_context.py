@@ -10,15 +10,7 @@ from fl_lightning.callback_list import CallbackList
 from fl_lightning.errors import UserError
 from fl_lightning.round.client_schedule import ClientSchedule
 from fl_lightning.round.context import ClientRates
-from tests.helpers.rounds import LAST, D, a_group, a_round, parts
-
-
-def test_rates_decay_and_a_method_that_needs_one_refuses_several() -> None:
-    rates = ClientRates(1.0, torch.tensor(0.5)).in_round(0, 0.25, 1)
-    assert float(rates.lr) == 0.125 and rates.factor == 0.25
-    rates.require_one("FedProx")
-    with pytest.raises(UserError, match="several values of lr"):
-        ClientRates(1.0, torch.tensor(0.5), several="lr (0.1, 0.2)").require_one("FedProx")
+from tests.helpers.rounds import D, a_group, a_round
 
 
 def test_a_state_begins_as_its_declaration_says() -> None:
@@ -33,25 +25,6 @@ def test_a_state_begins_as_its_declaration_says() -> None:
     assert torch.equal(both, torch.stack([round.w0, round.w0])), "it stands in every row"
     made = ServerState(lambda w: w.sum(), shape=(2,), dtype=torch.float32).first(round)
     assert made.tolist() == [10.0, 10.0] and made.dtype == torch.float32
-
-
-def test_all_is_averaged_unless_there_are_parts() -> None:
-    assert a_round().averaged is None
-    kept = a_round(t=0, parts=parts((LAST, 2))).averaged
-    assert kept is not None and kept.tolist() == [True, True, False, False]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
-)
-def test_sums_are_at_least_of_single_precision(dtype: torch.dtype, wide: torch.dtype) -> None:
-    assert a_round(w=torch.ones(D, dtype=dtype)).wide == wide
-
-
-def test_the_steps_rates_add_up() -> None:
-    rates = ClientRates(1.0, torch.tensor(0.5, dtype=torch.float32))
-    elapsed = rates.elapsed(torch.tensor([[2.0], [4.0]], dtype=torch.float64))
-    assert elapsed.tolist() == [[1.0], [2.0]] and elapsed.dtype == torch.float64
 
 
 def test_a_refusal_names_the_method_that_asked() -> None:

@@ -6,12 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from fl_lightning import ClientState, FederatedCallback, ServerState, Upload, UserError
 from fl_lightning.callbacks import PartialAveraging
-from fl_lightning.testing import check_method
 from tests.helpers.learners import blobs, federated, trainer
 
 
@@ -90,12 +87,6 @@ def test_nor_is_where_kept_parts_began() -> None:
         trainer(2, [parts, MovingOrigin()]).fit(federated(), blobs())
 
 
-@pytest.mark.parametrize("hook", ["on_local_step_end", "on_local_end"])
-def test_nor_in_later_hooks(hook: str) -> None:
-    with pytest.raises(UserError, match=r"changed clients.w in place"):
-        fit(Changing(OF_CLIENTS["clients.w"], hook))
-
-
 @pytest.mark.parametrize("hook", ["on_round_start", "on_server_update", "on_round_end"])
 @pytest.mark.parametrize("name", OF_SERVER)
 def test_nor_are_the_server_s(name: str, hook: str) -> None:
@@ -125,65 +116,3 @@ class Summing(FederatedCallback):
 
 def test_the_sum_of_an_upload_is_the_hook_s_own() -> None:
     fit(Summing())
-
-
-class Counting(FederatedCallback):
-    """Counts clients in a state of the server, where it would be lost."""
-
-    n = ServerState(shape=(), synchronised=False)
-
-    def on_local_end(self, clients: Any) -> None:
-        self.n[...] += 1
-
-
-def test_check_refuses_it_too() -> None:
-    assert (
-        "changed the server's state Counting.n in place" in check_method(Counting).checks[0].reason
-    )
-
-
-class Inferring(FederatedCallback):
-    @torch.inference_mode()
-    def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
-        moved: Tensor = gradient + 0.1 * clients.x
-        return moved
-
-
-class InferringAtTheServer(FederatedCallback):
-    @torch.inference_mode
-    def on_server_update(self, server: Any) -> None:
-        server.update *= 2
-
-
-class InferringInside(FederatedCallback):
-    def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
-        with torch.inference_mode():
-            moved: Tensor = gradient + 0.1 * clients.x
-        return moved
-
-
-class Remembering(FederatedCallback):
-    """Writes such rows, and changes them afterwards."""
-
-    last = ClientState(synchronised=False)
-
-    def on_local_end(self, clients: Any) -> None:
-        with torch.inference_mode():
-            away = clients.x - clients.w
-        away += 1
-        self.last[clients] = away
-
-
-@pytest.mark.parametrize("engine", ["sequential", "stacked"])
-@pytest.mark.parametrize(
-    ("method", "hook"),
-    [
-        (Inferring, "on_local_gradient"),
-        (InferringAtTheServer, "on_server_update"),
-        (InferringInside, "on_local_gradient"),
-        (Remembering, "on_local_end"),
-    ],
-)
-def test_a_hook_in_inference_mode_is_named(method: Any, hook: str, engine: str) -> None:
-    with pytest.raises(UserError, match=rf"method: {method.__name__}.{hook} computes in .*Remove"):
-        fit(method(), engine=engine)

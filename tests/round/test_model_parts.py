@@ -48,21 +48,16 @@ def test_a_part_averaged_every_round_or_empty_is_none() -> None:
     "given",
     [
         [(FIRST, 0)],
-        [(FIRST, True)],
         [(FIRST, 1.5)],
         [(FIRST, 2), (FIRST | LAST, 3)],
         [(FIRST[:2], 2)],
-        [(FIRST.long(), 2)],
     ],
-    ids=["period 0", "period True", "period 1.5", "overlap", "shape", "dtype"],
+    ids=["period 0", "period 1.5", "overlap", "shape"],
 )
 def test_what_is_no_part_is_refused(given: Any) -> None:
-    with pytest.raises(UserError, match=r"^p(arts|eriods): "):
+    with pytest.raises(UserError, match=r"^p(arts: |eriods=)"):
         parts(*given)
 
 
 def test_parts_that_touch_do_not_overlap() -> None:
-    assert (
-        len(parts((FIRST, 2), (LAST, 2)).masks) == 2
-        and len(parts((FIRST, 2), (LAST, 2.0)).masks) == 2
-    )  # type: ignore[arg-type]  # a YAML's 2.0
+    assert len(parts((FIRST, 2), (LAST, 2)).masks) == 2

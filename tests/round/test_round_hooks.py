@@ -8,24 +8,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning import UserError
-from fl_lightning.callback import ClientState, FederatedCallback, ServerState, Upload
+from fl_lightning.callback import ClientState, FederatedCallback, ServerState
 from fl_lightning.callbacks import (
     ClusteredModels,
     CommunicationLogger,
     ExtrapolatedStep,
-    PartialAveraging,
 )
 from fl_lightning.errors import Diverged
 from fl_lightning.lab.contracts.federation import fit, outcome, quiet, require_same
-from fl_lightning.sampling import generator
 from fl_lightning.schedules import Steps
-from fl_lightning.testing import check_method, tiny_run
+from fl_lightning.testing import tiny_run
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
@@ -109,25 +105,6 @@ def test_an_update_is_the_way_from_what_was_given() -> None:
     assert torch.equal(w1, w0 + update) and update.abs().max() < 1.0
 
 
-def test_parts_that_are_not_averaged_are_evaluated_from_what_was_given() -> None:
-    """There the clients' mean is evaluated: the mean of what they ended with."""
-
-    class Shifted(FederatedCallback):
-        ends = Upload()
-
-        def broadcast(self, server: Any) -> Tensor:
-            return server.w + 1.0
-
-        def on_local_end(self, clients: Any) -> None:
-            self.ends[clients] = clients.x
-
-        def on_round_end(self, server: Any) -> None:
-            assert torch.allclose(server.evaluated[:16], self.ends.mean()[:16], atol=1e-12)
-            assert not torch.allclose(server.evaluated[16:], self.ends.mean()[16:])
-
-    tiny_run(Shifted(), PartialAveraging({"first.*": "never"}), rounds=2)
-
-
 def test_what_is_broadcast_is_counted_in_place_of_the_model() -> None:
     logged = tiny_run(Delta(), CommunicationLogger(), rounds=2).trainer.callback_metrics
     assert logged["communication/down_parameters"] == 2 * 3 * 3
@@ -172,43 +149,6 @@ def test_where_nobody_takes_part_states_and_w_stay(method: Any) -> None:
         assert torch.equal(value, after.server_states[name]), name
 
 
-@pytest.mark.parametrize("method", [Delta, Smoothed])
-def test_both_keep_the_contracts(method: Any) -> None:
-    report = check_method(method)
-    assert report.ok, f"{report}"
-
-
-def test_one_callback_says_what_is_evaluated() -> None:
-    with pytest.raises(UserError, match="Smoothed and PartialAveraging both decide what is eval"):
-        tiny_run(Smoothed(), PartialAveraging({"first.*": 2}))
-
-
-class Drawing(FederatedCallback):
-    """Draws in hooks of both sides."""
-
-    drawn = ClientState(shape=(), dtype=torch.float64)
-    at_server = ServerState(shape=(2,), dtype=torch.float64)
-
-    def on_local_end(self, clients: Any) -> None:
-        for row, client in enumerate(clients.client_ids):
-            draw = self.generator("noise", clients.round, client)
-            self.drawn[clients][row] = draw.random()
-
-    def on_round_end(self, server: Any) -> None:
-        self.at_server = torch.from_numpy(self.generator("server").random(2))
-
-
-def test_draws_follow_from_seed_purpose_and_counters() -> None:
-    module = tiny_run(Drawing(), rounds=1)
-    for i in module.participants(0):
-        expected = generator(1, "method: noise", 0, i).random()
-        assert float(module.client_rows.read("Drawing.drawn", i)) == expected
-    expected = generator(1, "method: server").random(2)
-    assert np.array_equal(module.server_states["Drawing.at_server"].numpy(), expected)
-    with pytest.raises(RuntimeError, match="only in a run"):
-        Drawing().generator("noise")
-
-
 class Blind(FederatedCallback):
     """Shifts by a tenth, without a look at the gradient."""
 
@@ -246,12 +186,3 @@ def test_a_blind_perturbation_is_seen_by_the_only_gradient(engine: str) -> None:
     assert module.global_vector.tolist() == pytest.approx([0.175, 0.175])
     assert float(of.callback_metrics["train/loss"]) == pytest.approx((1.1**2 + 0.55**2) / 2)
     assert float(of.callback_metrics["cost/gradients"]) == 4
-
-
-def test_a_wrong_shape_is_told() -> None:
-    class Flat(FederatedCallback):
-        def perturbation(self, clients: Any) -> Tensor:
-            return clients.w
-
-    with pytest.raises(TypeError, match="has to return a tensor of shape"):
-        tiny_run(Flat())

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning import UserError
 from fl_lightning.callback import ClientState, FederatedCallback, ServerState, Upload
 from fl_lightning.callbacks import CommunicationLogger, PartialAveraging
 from fl_lightning.testing import check_method, tiny_run
@@ -74,40 +72,6 @@ def test_parts_that_are_not_averaged_keep_each_row() -> None:
     assert not torch.equal(own[0, 16:], start[16:])
 
 
-def test_they_keep_the_contracts() -> None:
-    report = check_method(Kept)
-    assert report.ok, f"{report}"
-
-
-@pytest.mark.parametrize("k", [None, 0, 2.0, True])
-def test_a_name_that_is_no_number_is_refused(k: Any) -> None:
-    method = Kept()
-    method.k = k
-    with pytest.raises(
-        UserError, match=rf"Kept\.server: shape=\('k', 'D'\) names 'k', which is {k}"
-    ):
-        tiny_run(method)
-
-
-@pytest.mark.parametrize("engine", ["sequential", "stacked"])
-@pytest.mark.parametrize("kind", [ClientState, Upload])
-def test_a_column_given_to_a_state_of_one_number_is_told_with_the_way_out(
-    engine: str, kind: Any
-) -> None:
-    class Losses(FederatedCallback):
-        last = kind(shape=())
-
-        def on_local_end(self, clients: Any, loss: Tensor) -> None:
-            self.last[clients] = loss
-
-    said = (
-        r"Losses\.last\[clients\] is \(\d,\), .* of shape \(\d, 1\) was assigned, "
-        r"a column .* \[:, 0\]"
-    )
-    with pytest.raises(ValueError, match=said):
-        tiny_run(Losses(), engine=engine)
-
-
 class Count(ClientState):
     """A kind of state of one's own: a whole number per client, from 1 on, which goes up."""
 
@@ -143,3 +107,59 @@ def test_a_new_kind_of_state_is_one_class() -> None:
     assert [int(row) for row in rows.values()] == [4] * clients
     assert {row.dtype for row in rows.values()} == {torch.int64}
     assert str(check_method(Counting)).startswith("Counting: all contracts hold")
+
+
+class Deviation(FederatedCallback):
+    """Each participant keeps how far it moved from the mean, which the server takes out."""
+
+    deviation = ClientState(synchronised=False)
+    moved = Upload(sent=False)
+
+    def on_local_end(self, clients: Any) -> None:
+        self.moved[clients] = clients.x - clients.w
+        self.deviation[clients] = clients.x - clients.w
+
+    def on_round_end(self, server: Any) -> None:
+        mean = self.moved.mean()
+        for _, rows in self.deviation.staged(server):
+            rows -= mean
+
+
+def test_the_server_may_change_the_rows_of_a_round_before_they_are_committed() -> None:
+    run = tiny_run(Deviation(), rounds=1, participation=3)
+    rows = list(client_rows(run).values())
+    assert len(rows) == 3 and all(row.abs().max() > 1e-3 for row in rows)
+    assert sum(rows).abs().max() < 1e-12
+    assert str(check_method(Deviation)).startswith("Deviation: all contracts hold")
+
+
+class HalvedByTheServer(FederatedCallback):
+    """Clients train all but the first parameter, and the server halves that one."""
+
+    alike = True
+    server_moves = True
+
+    def trained(self, clients: Any) -> Tensor:
+        mask = torch.ones_like(clients.x, dtype=torch.bool)
+        mask[:, next(iter(clients.layout.values()))[0]] = False
+        return mask
+
+    def on_server_update(self, server: Any) -> None:
+        where, _ = next(iter(server.layout.values()))
+        server.update[where] -= server.w[where] / 2
+
+
+class Unmoved(HalvedByTheServer):
+    server_moves = False
+
+
+def test_the_server_moves_what_no_client_trains_only_if_the_method_says_so() -> None:
+    moved, unmoved, one = (
+        tiny_run(method(), rounds=rounds)
+        for method, rounds in ((HalvedByTheServer, 2), (Unmoved, 2), (Unmoved, 1))
+    )
+    where, _ = next(iter(moved.layout.values()))
+    start = one.global_vector[where]
+    torch.testing.assert_close(moved.global_vector[where], start / 4)
+    assert unmoved.global_vector[where].equal(start)
+    assert not unmoved.global_vector.equal(one.global_vector)

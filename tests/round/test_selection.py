@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from fl_lightning import UserError
-from fl_lightning.callback import ClientState, FederatedCallback, Scratch, ServerState
+from fl_lightning.callback import ClientState, FederatedCallback, ServerState
 from fl_lightning.lab.contracts.federation import (
-    Failed,
     Outcome,
     fit,
     in_processes,
@@ -23,8 +22,7 @@ from fl_lightning.lab.contracts.federation import (
     quiet,
     require_same,
 )
-from fl_lightning.storage.columns import chosen_read, chosen_written
-from fl_lightning.testing import check_method, tiny_run
+from fl_lightning.testing import tiny_run
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
@@ -62,11 +60,6 @@ def test_a_method_chooses_from_committed_rows_and_its_choices_are_known_afterwar
         module.participants(4)
 
 
-def test_a_choice_keeps_every_contract() -> None:
-    report = check_method(LeastMoved)
-    assert report.ok, f"{report}"
-
-
 def test_one_two_and_four_processes_choose_alike_and_leave_the_same_bits() -> None:
     def job(world: int) -> Outcome:
         module = fit([LeastMoved()], rounds=4, trainer={"strategy": "federated", "devices": world})
@@ -85,21 +78,6 @@ def test_one_two_and_four_processes_choose_alike_and_leave_the_same_bits() -> No
             )
 
 
-def test_a_choice_that_differs_between_processes_is_an_error() -> None:
-    class Uneven(FederatedCallback):
-        def select(self, server: Any, available: Tensor, n: int) -> Tensor:
-            return available[:n] if torch.distributed.get_rank() == 0 else available[-n:]
-
-    def job() -> Outcome:
-        return outcome(fit([Uneven()], trainer={"strategy": "federated", "devices": 2}))
-
-    with (
-        quiet(),
-        pytest.raises(Failed, match=r"Uneven\.select chose other clients in another process"),
-    ):
-        in_processes(2, job)
-
-
 def test_choices_are_resumed_with_the_run(tmp_path: Path) -> None:
     with quiet():
         whole = fit([LeastMoved()], rounds=4)
@@ -107,12 +85,6 @@ def test_choices_are_resumed_with_the_run(tmp_path: Path) -> None:
         went_on = fit([LeastMoved()], rounds=4, folder=str(tmp_path), resume=True)
     assert chosen(went_on, 4) == chosen(whole, 4)
     require_same(outcome(whole), outcome(went_on), 0.0, "resumed", "")
-
-
-def test_choices_survive_packing() -> None:
-    given: dict[int, tuple[int, ...]] = {0: (3, 5), 1: (), 2: (1,)}
-    for choices in (given, {}):
-        assert chosen_read(chosen_written(choices), "chosen") == choices
 
 
 def test_a_round_that_failed_chooses_again_and_the_choice_of_the_present_round_is_known() -> None:
@@ -149,58 +121,3 @@ def test_a_choice_has_to_be_n_distinct_available_clients(returned: Any) -> None:
     )()
     with pytest.raises(TypeError, match="3 distinct ids of the 10 available clients"):
         trainer(1, [method]).fit(federated(), blobs())
-
-
-def test_bernoulli_sampling_gives_a_choice_the_number_that_it_draws() -> None:
-    asked = []
-
-    class First(FederatedCallback):
-        def select(self, server: Any, available: Tensor, n: int) -> Tensor:
-            asked.append(n)
-            return available[:n]
-
-    module = federated(sampling="bernoulli", participation=0.4)
-    plain = federated(sampling="bernoulli", participation=0.4)
-    trainer(4, [First()]).fit(module, blobs())
-    trainer(4).fit(plain, blobs())
-    assert (
-        asked
-        == [len(plain.participants(t)) for t in range(4)]
-        == [len(module.participants(t)) for t in range(4)]
-    )
-    assert len(set(asked)) > 1
-
-
-def test_rows_at_the_server_are_those_before_the_round() -> None:
-    seen: list[Any] = []
-
-    class Told(FederatedCallback):
-        own = ClientState(shape=(2,), initial=lambda w: torch.ones(2), synchronised=False)
-        short = Scratch()
-
-        def on_local_end(self, clients: Any) -> None:
-            self.own[clients] += 1
-
-        def on_server_update(self, server: Any) -> None:
-            seen.append(self.own.rows(server, [0, 3]))
-            with pytest.raises(TypeError, match="one round"):
-                self.short.rows(server, [0])
-
-    tiny_run(Told(), rounds=2, participation="all")
-    assert [rows.tolist() for rows in seen] == [[[1, 1], [1, 1]], [[2, 2], [2, 2]]]
-
-
-def test_what_is_drawn_at_the_server_depends_on_seed_purpose_and_round_alone() -> None:
-    drawn: list[float] = []
-
-    class Drawing(FederatedCallback):
-        def on_round_start(self, server: Any) -> None:
-            drawn.extend(
-                float(server.generator(p, *c).random())
-                for p, c in (("a", ()), ("b", ()), ("a", (1,)))
-            )
-
-    tiny_run(Drawing(), rounds=2)
-    tiny_run(Drawing(), rounds=2)
-    tiny_run(Drawing(), rounds=2, seed=2)
-    assert drawn[:6] == drawn[6:12] and len(set(drawn)) == 12

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -33,17 +32,6 @@ def test_random_epochs_are_taken_and_known_beforehand(engine: str) -> None:
     assert "steps by RandomEpochs" in line(module.run)
     seen = {module.steps(t, 0) for t in range(60)}
     assert seen == {2, 3, 4}, "both ends are included"
-
-
-def run(engine: str, **options: Any) -> Run:
-    methods = [c.RandomEpochs(1, 3), c.NormalizedAveraging(), c.ControlVariates()]
-    return trained((methods, {}), engine, rounds=4, **options)
-
-
-def test_engines_agree_on_steps_that_differ_from_round_to_round() -> None:
-    reference = run("sequential")
-    same_bits(run("concurrent", workers=2), reference)
-    near(run("stacked", clients_at_once=3), reference)
 
 
 def test_scaffnew_in_every_engine() -> None:
@@ -84,21 +72,6 @@ class Given(FederatedCallback):
 
 
 @pytest.mark.parametrize(
-    "steps",
-    [
-        lambda ids: ids + 1,
-        lambda ids: (ids + 1).numpy(),
-        lambda ids: [int(i) + 1 for i in ids],
-        lambda ids: [np.int32(i + 1) for i in ids],
-    ],
-)
-def test_tensor_array_and_list_are_taken(steps: Any) -> None:
-    module = tiny_run(Given(steps), participation="all", rounds=1, local_steps=9)
-    assert [module.steps(0, i) for i in range(6)] == [1, 2, 3, 4, 5, 6]
-    assert float(module.trainer.callback_metrics["cost/gradients"]) == 21
-
-
-@pytest.mark.parametrize(
     "steps, says",
     [
         (lambda ids: ids * 0, "an integer from 1; to client . in round 0 it gave 0"),
@@ -111,16 +84,3 @@ def test_tensor_array_and_list_are_taken(steps: Any) -> None:
 def test_what_is_no_number_of_steps_is_refused(steps: Any, says: str) -> None:
     with pytest.raises(UserError, match=f"Given.steps has to give each client .*{says}"):
         tiny_run(Given(steps), engine="sequential")
-
-
-def test_one_method_decides_how_many_steps_clients_take() -> None:
-    with pytest.raises(UserError, match="both decide how many steps clients take"):
-        tiny_run(c.RandomEpochs(), Given(lambda ids: ids + 1))
-
-
-@pytest.mark.parametrize(
-    "low, high, says", [(0, 2, "low=0"), (3, 2, "high=2"), (1, 2.5, "high=2.5")]
-)
-def test_epochs_are_whole_and_in_order(low: Any, high: Any, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        c.RandomEpochs(low, high)

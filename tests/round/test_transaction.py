@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fl_lightning.callback import ClientState, ServerState, Upload
-from fl_lightning.round.server import Server
 from fl_lightning.round.transaction import RoundTransaction
 from tests.helpers.rounds import LAST, D, a_round, parts
 
@@ -34,26 +33,6 @@ def test_server_state_is_a_copy_in_server_hooks_and_the_state_itself_elsewhere()
         copy += 1
     assert torch.equal(held, torch.ones(D, dtype=torch.float64))
     assert torch.equal(transaction.server_states_to_commit({"M.a": OWN})["M.a"], held + 1)
-
-
-def test_what_was_only_read_is_not_settled() -> None:
-    transaction = RoundTransaction(a_round(server_states={"M.a": EIGHTS}))
-    with transaction.server_hooks():
-        transaction.server_state("M.a", OWN)
-    assert transaction.server_states_to_commit({"M.a": OWN}) == {}
-
-
-def test_what_was_assigned_is_settled_even_where_nothing_changed() -> None:
-    transaction = RoundTransaction(a_round())
-    with transaction.server_hooks():
-        transaction.set_server_state("M.a", OWN, transaction.server_state("M.a", OWN))
-    assert list(transaction.server_states_to_commit({"M.a": OWN})) == ["M.a"]
-
-
-def test_a_state_never_written_is_made_once_and_is_the_same_for_all_who_read_it() -> None:
-    transaction = RoundTransaction(a_round())
-    first = transaction.server_state("M.a", OWN)
-    assert first is transaction.server_state("M.a", OWN) and not first.any() and first.shape == (D,)
 
 
 def test_server_state_is_assigned_in_server_hooks_alone() -> None:
@@ -120,12 +99,3 @@ def test_uploads_are_summed_over_who_finished_and_zero_where_nobody_sent() -> No
     assert transaction.uploaded_weighted("M.u", sent).tolist() == [4.0] * D
     counted, _ = transaction.uploaded("M.never", Upload(shape=(2,), dtype=torch.int64))
     assert counted.tolist() == [0, 0] and not counted.dtype.is_floating_point
-
-
-def test_what_a_hook_logs_is_the_value_at_that_time() -> None:
-    round = a_round()
-    transaction = RoundTransaction(round)
-    bound = torch.ones(())
-    Server(round, transaction).log("bound", bound)
-    bound *= 2
-    assert float(transaction.logs["bound"]) == 1.0

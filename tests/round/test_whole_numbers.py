@@ -10,9 +10,7 @@ import pytest
 import torch
 from pytorch_lightning import Callback
 
-from fl_lightning.testing import check_method
 from tests.helpers.learners import blobs, client_rows, federated, trainer
-from tests.helpers.processes import launched
 from tests.helpers.rows import NO_FLOAT, Times
 
 ROUNDS = 5
@@ -56,21 +54,3 @@ def test_a_resumed_run_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ran(2).trainer.save_checkpoint("middle.ckpt")
     module = ran(start=Path("middle.ckpt"))
     require_exact(module, client_rows(module))
-
-
-def in_two(folder: Path, rank: int, world: int) -> None:
-    module = ran(strategy="federated", devices=world)
-    torch.save(client_rows(module), folder / f"{rank}.pt")
-
-
-@pytest.mark.slow
-def test_two_processes_keep_it(tmp_path: Path) -> None:
-    assert launched(in_two, 2, tmp_path) == [0, 0]
-    rows = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    assert all(i % 2 == rank for rank in range(2) for _, i in rows[rank])
-    require_exact(ran(), rows[0] | rows[1])
-
-
-def test_it_keeps_the_contracts() -> None:
-    report = check_method(Times)
-    assert report.ok, f"{report}"

@@ -21,9 +21,6 @@ from fl_lightning.callbacks import (
 )
 from fl_lightning.lab.contracts.federation import fit
 from fl_lightning.schedules import arguments
-from fl_lightning.systems import Buffered, Devices
-from fl_lightning.virtual.devices import Distribution
-from tests.helpers.compositions import Function
 from tests.helpers.learners import federated, trainer
 
 
@@ -38,6 +35,17 @@ class Scaled(FederatedCallback):
         gradient.mul_(0.5)
 
 
+class ScaledUpdate(FederatedCallback):
+    """A method that has only a hook of the server."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def on_server_update(self, server: Any) -> None:
+        server.update *= self.by
+
+
 class Looking(FederatedCallback):
     def on_round_end(self, server: Any) -> None:
         server.log("moved", (server.w - server.w_before).norm())
@@ -49,7 +57,7 @@ class Looking(FederatedCallback):
         (
             ProximalTerm(0.1),
             ProximalTerm(0.2),
-            r"ProximalTerm\(mu=0\.1\) then, ProximalTerm\(mu=0\.2\) now",
+            r"ProximalTerm\(mu=0\.1.* then, ProximalTerm\(mu=0\.2.* now",
         ),
         (
             RobustAggregation("krum", mixing=True),
@@ -69,6 +77,7 @@ class Looking(FederatedCallback):
         (SharpnessAwareMinimization(0.1), None, "then, none now"),
         (None, RobustAggregation(), r"none then, RobustAggregation\("),
         (ControlVariates(), None, "ControlVariates: .* then, absent now"),
+        (ScaledUpdate(0.5), ScaledUpdate(2.0), r"by=0\.5\) then, .*by=2\.0\) now"),
     ],
 )
 def test_other_methods_are_refused(tmp_path: Path, then: Any, now: Any, words: str) -> None:
@@ -112,39 +121,6 @@ def test_other_values_in_a_long_array_are_refused(tmp_path: Path, kind: Any) -> 
     assert arguments(Scaled(kind(values[999:1001]))) == f"by={kind([0.5, 0.25])!r}"
 
 
-class Alike(Distribution):
-    """The same function of a client for all, as a user would write it."""
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-
-    def of_clients(self, seed: int, m: int, purpose: str = "") -> Any:
-        return np.array([self.function(i) for i in range(m)], dtype=float)
-
-
-def test_functions_in_schedules_and_devices_may_be_new_objects(tmp_path: Path) -> None:
-    for rounds in (1, 2):
-        made = {
-            "lr_decay": Function(lambda t: 0.5**t),
-            "asynchronous": Buffered(Devices(Alike(lambda i: 0.1)), size=2, concurrency=3),
-            "participation": "all",
-        }
-        module = fit([], rounds=rounds, folder=str(tmp_path), resume=rounds > 1, **made)
-    assert module.run.state.rounds == 2
-
-
-def test_checkpoints_of_before_go_on(tmp_path: Path) -> None:
-    fit([ProximalTerm(0.1)], rounds=1, folder=str(tmp_path))
-    path = tmp_path / "checkpoints" / "last.ckpt"
-    old = torch.load(path, weights_only=True)
-    del old["federated"]["arguments"]["methods without state"]
-    torch.save(old, path)
-    assert (
-        fit([ProximalTerm(0.1)], rounds=2, folder=str(tmp_path), resume=True).trainer.current_epoch
-        == 2
-    )
-
-
 @pytest.mark.parametrize(
     ("setting", "make", "words"),
     [
@@ -171,48 +147,6 @@ def test_of_an_optimizer_the_option_is_told(
     fit([], rounds=2, folder=str(tmp_path), resume=True, strict_resume=False, **other)
 
 
-def test_a_parameter_group_is_named(tmp_path: Path) -> None:
-    def two(rate: float) -> Any:
-        return lambda p: SGD([{"params": p[:1], "lr": rate}, {"params": p[1:]}], lr=0.1)
-
-    fit([], rounds=1, folder=str(tmp_path), client_optimizer=two(0.2))
-    with pytest.raises(
-        UserError, match=r"client_optimizer, parameter group 0\.lr: 0\.2 then, 0\.3"
-    ):
-        fit([], rounds=2, folder=str(tmp_path), resume=True, client_optimizer=two(0.3))
-
-
-def test_options_that_are_off_and_of_another_torch_are_no_difference(tmp_path: Path) -> None:
-    fit([], rounds=1, folder=str(tmp_path))
-    path = tmp_path / "checkpoints" / "last.ckpt"
-    saved = torch.load(path, weights_only=True)
-    accounts = saved["federated"]["arguments"]
-    assert "'fused': None" in accounts["client_optimizer"]
-    accounts["client_optimizer"] = accounts["client_optimizer"].replace("'fused'", "'merged'")
-    accounts["server_optimizer"] = accounts["server_optimizer"].replace(
-        "'momentum': 0,", "'momentum': 0.0,"
-    )
-    torch.save(saved, path)
-    fit([], rounds=2, folder=str(tmp_path), resume=True)
-
-
-@pytest.mark.parametrize("text", ["SGD [", "SGD 3", "SGD [[1], 2]", "SGD " + "[" * 3000])
-def test_an_account_that_makes_no_sense_is_another(tmp_path: Path, text: str) -> None:
-    fit([], rounds=1, folder=str(tmp_path))
-    path = tmp_path / "checkpoints" / "last.ckpt"
-    saved = torch.load(path, weights_only=True)
-    saved["federated"]["arguments"]["client_optimizer"] = text
-    torch.save(saved, path)
-    with pytest.raises(UserError, match="client_optimizer"):
-        fit([], rounds=2, folder=str(tmp_path), resume=True)
-
-
-def test_another_number_of_batches_per_step_is_refused(tmp_path: Path) -> None:
-    fit([], rounds=1, folder=str(tmp_path), accumulate=2)
-    with pytest.raises(UserError, match="accumulate: 2 then, 1 now"):
-        fit([], rounds=2, folder=str(tmp_path), resume=True)
-
-
 def test_other_data_of_the_same_sizes_are_refused_by_their_labels(tmp_path: Path) -> None:
     def data(first: int) -> InMemoryDataModule:
         x, y = torch.zeros(120, 20, dtype=torch.float64), (torch.arange(120) + first) % 4
@@ -226,37 +160,6 @@ def test_other_data_of_the_same_sizes_are_refused_by_their_labels(tmp_path: Path
         trainer(2).fit(federated(), other := data(1), ckpt_path=path)
     assert other.partition_hash == own.partition_hash
     trainer(2).fit(federated(strict_resume=False), other, ckpt_path=path)
-    saved = torch.load(path, weights_only=True)
-    del saved["federated"]["arguments"]["labels"]  # as an earlier version wrote it
-    torch.save(saved, path)
-    trainer(2).fit(federated(), other, ckpt_path=path)
-
-
-class ScaledUpdate(FederatedCallback):
-    """A method that has only a hook of the server."""
-
-    def __init__(self, by: float) -> None:
-        super().__init__()
-        self.by = by
-
-    def on_server_update(self, server: Any) -> None:
-        server.update *= self.by
-
-
-class Measuring(FederatedCallback):
-    role = "measurement"
-
-    def on_server_update(self, server: Any) -> None:
-        server.log("update", server.update.norm())
-
-
-def test_a_method_that_only_changes_the_servers_update_is_compared(tmp_path: Path) -> None:
-    fit([ScaledUpdate(0.5), Measuring()], rounds=1, folder=str(tmp_path))
-    other = r"by=0\.5\) then, .*by=2\.0\) now"
-    for now, words in ((ScaledUpdate(2.0), other), (None, "none now")):
-        with pytest.raises(UserError, match=words):
-            fit([now] if now else [], rounds=2, folder=str(tmp_path), resume=True)
-    fit([ScaledUpdate(0.5)], rounds=2, folder=str(tmp_path), resume=True)
 
 
 def adam(rate: float, **options: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from fl_lightning import RunFolder
 from fl_lightning.errors import UserError
 from fl_lightning.storage import lock
 from fl_lightning.storage.atomic_files import written_aside
-from tests.helpers.learners import blobs, federated, trainer
+from tests.helpers.learners import blobs, federated, last_checkpoint, trainer
 
 FORK = multiprocessing.get_context("fork")
 
@@ -44,9 +44,6 @@ def test_held_by_one_process_until_it_gives_it_back(tmp_path: Path) -> None:
     held.release()
     assert not (tmp_path / ".lock").exists(), "nothing was written, so nothing is left"
     assert in_another_process(try_to_hold, tmp_path) == 0
-    before = (tmp_path / ".lock").read_bytes()
-    lock.hold(tmp_path).release()
-    assert (tmp_path / ".lock").read_bytes() == before
 
 
 def test_this_process_may_hold_it_anew_after_a_fit_that_failed(tmp_path: Path) -> None:
@@ -77,23 +74,6 @@ def test_a_child_does_not_keep_it_when_its_parent_is_killed(tmp_path: Path) -> N
     os.kill(worker, 9)  # It was still there.
 
 
-def test_nothing_is_written_in_a_folder_that_another_took(tmp_path: Path) -> None:
-    held = lock.hold(tmp_path)
-    with written_aside(tmp_path / "deep" / "a") as file:
-        file.write(b"1")
-    (tmp_path / ".lock").unlink()
-    assert in_another_process(try_to_hold, tmp_path) == 0
-    with (
-        pytest.raises(lock.TakenUp, match="continued this run"),
-        written_aside(tmp_path / "deep" / "a") as file,
-    ):
-        file.write(b"2")
-    assert (tmp_path / "deep" / "a").read_bytes() == b"1"
-    with written_aside(tmp_path.parent / "beside") as file:
-        file.write(b"2")
-    held.release()
-
-
 def test_what_a_frozen_process_has_open_is_not_what_the_other_writes(tmp_path: Path) -> None:
     with open(tmp_path / ".a.tmp", "wb") as stale:  # it was frozen in the middle of writing a
         with written_aside(tmp_path / "a") as file:
@@ -104,10 +84,9 @@ def test_what_a_frozen_process_has_open_is_not_what_the_other_writes(tmp_path: P
 
 
 def fit(folder: Path, rounds: int = 2) -> None:
-    last = ModelCheckpoint(
-        folder / "checkpoints", "last", enable_version_counter=False, save_on_train_epoch_end=True
+    run = trainer(
+        rounds, [last_checkpoint(folder)], enable_checkpointing=True, default_root_dir=folder
     )
-    run = trainer(rounds, [last], enable_checkpointing=True, default_root_dir=folder)
     try:
         run.fit(federated(), blobs(), ckpt_path="last")
     except UserError:

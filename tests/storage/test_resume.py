@@ -5,7 +5,6 @@ The same bits as a run that nothing happened to.
 
 from __future__ import annotations
 
-import csv
 import os
 import signal
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from fl_lightning import FederatedModule
+from fl_lightning import FederatedModule, UserError
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks import (
     CommunicationLogger,
@@ -25,7 +24,8 @@ from fl_lightning.callbacks import (
     RelaxedInitialization,
 )
 from fl_lightning.record.metrics_csv import MetricsCSV
-from tests.helpers.learners import Lit, blobs, federated, trainer
+from tests.helpers.commands import table
+from tests.helpers.learners import Lit, blobs, client_rows, federated, last_checkpoint, trainer
 from tests.helpers.processes import launched
 
 ROUNDS, KILLED_IN = 4, 2
@@ -99,14 +99,6 @@ def run(folder: Path, phase: str, rank: int, world: int) -> None:
         client_optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
         server_optimizer=lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.5),
     )
-    last = ModelCheckpoint(
-        dirpath=folder / "checkpoints",
-        filename="last",
-        monitor=None,
-        save_top_k=1,
-        enable_version_counter=False,
-        save_on_train_epoch_end=True,
-    )
     methods = [
         RelaxedInitialization(0.1),
         ControlVariates(),
@@ -116,40 +108,34 @@ def run(folder: Path, phase: str, rank: int, world: int) -> None:
     spread = {"strategy": "federated", "devices": world} if world > 1 else {}
     fit = trainer(
         ROUNDS,
-        [*methods, KilledAtCommit(phase), last],
+        [*methods, KilledAtCommit(phase), last_checkpoint(folder)],
         default_root_dir=folder,
         logger=MetricsCSV(folder),
         enable_checkpointing=True,
         **spread,
     )
     fit.fit(module, blobs(batch_size=10), ckpt_path="last")
-    store = module.client_rows.store
-    rows = {
-        name: {int(i): store.read(name, int(i)) for i in store.clients(name)}
-        for name in store.names()
-    }
-    torch.save(
-        (module.global_vector.detach(), module.learner.state_dict(), rows),
-        folder / f"end-{rank}.pt",
-    )
+    leave(folder, rank, module)
+
+
+def leave(folder: Path, rank: int, module: FederatedModule) -> None:
+    """Write w, the learner's weights and buffers, and the clients' rows of this process."""
+    weights = {("learner", key): value for key, value in module.learner.state_dict().items()}
+    left = {"w": module.global_vector.detach().clone(), **weights, **client_rows(module)}
+    torch.save(left, folder / f"end-{rank}.pt")
 
 
 def launch(folder: Path, world: int = 1, phase: str = "") -> list[int]:
     return launched(run, world, folder, phase)
 
 
-def ending(folder: Path) -> tuple[Any, Any, dict[str, dict[int, Tensor]], list[dict[str, str]]]:
-    rows: dict[str, dict[int, Tensor]] = {}
+def ending(folder: Path) -> tuple[dict[Any, Tensor], list[dict[str, str]]]:
+    """What the processes of a run have left, and its rows of metrics.csv without times."""
+    left: dict[Any, Tensor] = {}
     for path in sorted(folder.glob("end-*.pt")):
-        w, weights, of_rank = torch.load(path, weights_only=True)
-        for name, by_client in of_rank.items():
-            rows.setdefault(name, {}).update(by_client)
-    with (folder / "metrics.csv").open() as file:
-        table = [
-            {k: v for k, v in row.items() if not k.startswith("time/")}
-            for row in csv.DictReader(file)
-        ]
-    return w, weights, rows, table
+        left |= torch.load(path, weights_only=True)
+    rows = table(folder / "metrics.csv")
+    return left, [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -167,17 +153,12 @@ def uninterrupted_on_two(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def assert_same(folder: Path, expected: Any, exact_metrics: bool = True) -> None:
-    w, weights, rows, table = ending(folder)
-    assert torch.equal(w, expected[0])
-    assert all(torch.equal(weights[name], value) for name, value in expected[1].items())
-    assert rows.keys() == expected[2].keys()
-    for name, by_client in expected[2].items():
-        assert rows[name].keys() == by_client.keys(), name
-        assert all(torch.equal(rows[name][i], row) for i, row in by_client.items()), name
-    if exact_metrics:
-        assert table == expected[3]
-    assert [row["round"] for row in table] == [str(t) for t in range(ROUNDS)]
-    for row, other in zip(table, expected[3], strict=True):
+    left, logged = ending(folder)
+    assert left.keys() == expected[0].keys()
+    assert not [key for key, value in expected[0].items() if not torch.equal(left[key], value)]
+    assert logged == expected[1] or not exact_metrics
+    assert [row["round"] for row in logged] == [str(t) for t in range(ROUNDS)]
+    for row, other in zip(logged, expected[1], strict=True):
         assert {k: float(v) for k, v in row.items()} == pytest.approx(
             {k: float(v) for k, v in other.items()}, rel=1e-6
         )
@@ -269,3 +250,14 @@ def test_a_run_in_double_precision_resumes_to_the_same_bits(tmp_path: Path) -> N
 
 def standing(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.0)
+
+
+def test_after_a_refused_resume_the_module_is_made_anew(tmp_path: Path) -> None:
+    run = trainer(1)
+    run.fit(federated(), blobs())
+    run.save_checkpoint(path := tmp_path / "one.ckpt")
+    module = federated(lr_decay=0.5)
+    with pytest.raises(UserError, match="other settings"):
+        trainer(2).fit(module, blobs(), ckpt_path=path)
+    with pytest.raises(UserError, match="Make the module anew"):
+        trainer(2).fit(module, blobs())

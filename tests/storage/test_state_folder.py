@@ -17,7 +17,7 @@ from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from fl_lightning.callbacks import ControlVariates, DifferentialPrivacy
 from fl_lightning.storage.segments import segment_number
 from tests.helpers.commands import typed
-from tests.helpers.learners import Lit, blobs, client_rows, federated, trainer
+from tests.helpers.learners import Lit, blobs, client_rows, federated, last_checkpoint, trainer
 from tests.helpers.zygote import Cli
 
 FIT = typed("fit -c base -c trainer/cpu -c method/scaffold", "--trainer.enable_progress_bar false")
@@ -58,12 +58,7 @@ def fit(rounds: int, folder: Path, elsewhere: Path, **options: Any) -> Any:
     callbacks = [
         ControlVariates(),
         ModelCheckpoint(filename="mine", monitor="val/acc", enable_version_counter=False),
-        ModelCheckpoint(
-            folder / "checkpoints",
-            "last",
-            enable_version_counter=False,
-            save_on_train_epoch_end=True,
-        ),
+        last_checkpoint(folder),
     ]
     run = trainer(
         rounds,
@@ -111,73 +106,9 @@ def test_another_trainer_writes_rows_beside_its_own_checkpoints(tmp_path: Path) 
     assert again.current_epoch == 3
 
 
-def test_a_checkpoint_saved_to_another_folder_keeps_its_rows_while_the_run_goes_on(
-    tmp_path: Path,
-) -> None:
-    module = federated(participation="all")
-    run = trainer(3, [ControlVariates()], default_root_dir=tmp_path)
-    run.fit(module, blobs())
-    run.save_checkpoint(tmp_path / "kept" / "middle.ckpt")
-    run.fit_loop.max_epochs = 6
-    run.fit(module, blobs())
-    run.save_checkpoint(tmp_path / "end.ckpt")
-    for begins in ("kept/middle.ckpt", "end.ckpt", "kept/middle.ckpt"):
-        again = federated(participation="all")
-        resumed = trainer(6, [ControlVariates()], default_root_dir=tmp_path)
-        resumed.fit(again, blobs(), ckpt_path=tmp_path / begins)
-        assert torch.equal(again.global_vector, module.global_vector)
-
-
-def test_a_checkpoint_of_any_name_keeps_its_rows_while_the_run_goes_on(tmp_path: Path) -> None:
-    module = federated(participation="all")
-    run = trainer(1, [ControlVariates()], default_root_dir=tmp_path)
-    run.fit(module, blobs())
-    for name in ("kept/model.pt", "model"):
-        run.save_checkpoint(tmp_path / name)
-    run.fit_loop.max_epochs = 3
-    run.fit(module, blobs())
-    run.save_checkpoint(tmp_path / "end.ckpt")
-    for begins in ("kept/model.pt", "model"):
-        again = federated(participation="all")
-        resumed = trainer(3, [ControlVariates()], default_root_dir=tmp_path)
-        resumed.fit(again, blobs(), ckpt_path=tmp_path / begins)
-        assert torch.equal(again.global_vector, module.global_vector)
-
-
-def test_lines_of_checkpoints_txt_that_no_folder_can_have_are_passed_over(tmp_path: Path) -> None:
-    module = federated()
-    run = trainer(1, [ControlVariates()], default_root_dir=tmp_path)
-    run.fit(module, blobs())
-    run.save_checkpoint(tmp_path / "kept" / "first.ckpt")
-    (tmp_path / "state" / "checkpoints.txt").write_text(f"../a\0b\n../{'x' * 300}\n../kept\n")
-    run.fit_loop.max_epochs = 2
-    run.fit(module, blobs())
-    run.save_checkpoint(tmp_path / "end.ckpt")
-    again = trainer(2, [ControlVariates()], default_root_dir=tmp_path)
-    again.fit(federated(), blobs(), ckpt_path=tmp_path / "kept" / "first.ckpt")
-    assert again.current_epoch == 2
-
-
-def test_another_trainer_keeps_the_rows_of_checkpoints_that_were_saved_elsewhere(
-    tmp_path: Path,
-) -> None:
-    for seed in (1, 2):
-        run = trainer(2, [ControlVariates()], default_root_dir=tmp_path)
-        run.fit(federated(seed=seed), blobs())
-        run.save_checkpoint(tmp_path / "out" / f"{seed}.ckpt")
-        run.save_checkpoint(tmp_path / f"{seed}.ckpt")
-    for place in ("out/1.ckpt", "1.ckpt", "out/2.ckpt"):
-        again = trainer(3, [ControlVariates()], default_root_dir=tmp_path)
-        again.fit(federated(seed=int(place[-6])), blobs(), ckpt_path=tmp_path / place)
-        assert again.current_epoch == 3
-        again.save_checkpoint(tmp_path / "last.ckpt")
-
-
-def test_a_run_that_goes_on_keeps_the_rows_of_an_earlier_process_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_goes_on_keeps_the_rows_of_checkpoints_elsewhere(tmp_path: Path) -> None:
     def run(rounds: int, start: Path | None = None) -> Any:
-        last = ModelCheckpoint(tmp_path / "run/checkpoints", "last", enable_version_counter=False)
+        last = last_checkpoint(tmp_path / "run")
         found = trainer(
             rounds,
             [ControlVariates(), last],
@@ -187,13 +118,13 @@ def test_a_run_that_goes_on_keeps_the_rows_of_an_earlier_process_checkpoint(
         found.fit(federated(participation="all"), blobs(), ckpt_path=start)
         return found
 
-    run(1).save_checkpoint(tmp_path / "kept" / "first.ckpt")
-    run(3, tmp_path / "run/checkpoints/last.ckpt")
-    assert run(2, tmp_path / "kept" / "first.ckpt").current_epoch == 2
-    segments = len(list((tmp_path / "run/state").glob("*.safetensors")))
-    (tmp_path / "kept" / "first.ckpt").unlink()
-    run(3, tmp_path / "run/checkpoints/last.ckpt")
-    assert len(list((tmp_path / "run/state").glob("*.safetensors"))) < segments
+    first = run(1)
+    places = [tmp_path / name for name in ("kept/first.ckpt", "kept/model.pt", "run/model")]
+    for path in places:
+        first.save_checkpoint(path)
+    whole = run(3, tmp_path / "run/checkpoints/last.ckpt").model.global_vector.clone()
+    for path in places:
+        assert torch.equal(run(3, path).model.global_vector, whole)
 
 
 SLASH = "{epoch}-{val/acc:.2f}"  # Lightning makes a folder of the part before the slash

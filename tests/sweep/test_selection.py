@@ -1,8 +1,10 @@
-"""What a sweep selects where candidates have lost: never one of them while another has a score."""
+"""What a sweep selects where candidates have lost: never one of them while another has a score; and
+the closing table of a sweep."""
 
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,10 @@ from typing import Any
 import pytest
 
 from fl_lightning.lab.sweep.grid import PlannedRun
+from fl_lightning.lab.sweep.run_queue import ProgressTable
 from fl_lightning.lab.sweep.selection import Candidate, choose
 from fl_lightning.lab.sweep.sweep_file import Selection
-from fl_lightning.lab.sweep.sweep_folder import DIVERGED, DONE
+from fl_lightning.lab.sweep.sweep_folder import DIVERGED, DONE, WAITING
 from tests.report.folders import make_run
 
 INF = float("inf")
@@ -40,27 +43,37 @@ def chosen(folder: Path, metric: str, arms: Mapping[str, Tried]) -> dict[str, An
     return {arm: choice["lr"] for arm, choice in choose(folder, selection, found, states).items()}
 
 
-def scores(folder: Path) -> dict[str, str]:
-    """Candidate → its score in select.csv."""
-    with open(folder / "select.csv") as file:
-        return {
-            row["lr"]: next(v for k, v in row.items() if "tail" in k)
-            for row in csv.DictReader(file)
-        }
+BELOW_0 = {"1e6": [(DIVERGED, [-9e9])], "1e-4": [(DONE, [-0.7] * 3)], "0": [(DIVERGED, [])]}
 
 
-@pytest.mark.parametrize("metric", ["val/r2", "val/kappa", "val/my_elbo"])
-def test_what_diverged_is_not_chosen_where_the_others_are_below_0(
-    tmp_path: Path, metric: str
+@pytest.mark.parametrize(
+    "metric, tried, scores",
+    [
+        # what diverged, where the others are below 0
+        ("val/r2", BELOW_0, {"1e6": "", "1e-4": "-0.7", "0": ""}),
+        ("val/my_elbo", BELOW_0, {"1e6": "", "1e-4": "-0.7", "0": ""}),
+        # a lost run is no equal of one that scores 0
+        (
+            "val/acc",
+            {"1e6": [(DIVERGED, [0.4])], "1e-4": [(DONE, [0.0] * 3)]},
+            {"1e6": "0.0", "1e-4": "0.0"},
+        ),
+        *(
+            (
+                "val/loss",
+                {"0.02": [(DONE, values)], "1e-4": [(DONE, [0.5] * 3)]},
+                {"0.02": "", "1e-4": "0.5"},
+            )
+            for values in ([INF] * 3, [NAN] * 3, [0.1, 0.1, INF])
+        ),
+    ],
+)
+def test_a_candidate_that_has_lost_is_not_chosen(
+    tmp_path: Path, metric: str, tried: Tried, scores: dict[str, str]
 ) -> None:
-    tried = {"1e6": [(DIVERGED, [-9e9])], "1e-4": [(DONE, [-0.7] * 3)], "0": [(DIVERGED, [])]}
     assert chosen(tmp_path, metric, {"arm": tried}) == {"arm": "1e-4"}
-    assert scores(tmp_path) == {"1e6": "", "1e-4": "-0.7", "0": ""}
-
-
-def test_a_run_that_has_lost_is_no_equal_of_one_that_scores_0(tmp_path: Path) -> None:
-    tried = {"1e6": [(DIVERGED, [0.4])], "1e-4": [(DONE, [0.0] * 3)]}
-    assert chosen(tmp_path, "val/acc", {"arm": tried}) == {"arm": "1e-4"}
+    rows = list(csv.DictReader((tmp_path / "select.csv").read_text().splitlines()))
+    assert {row["lr"]: row[f"{metric} (tail)"] for row in rows} == scores
 
 
 def test_an_arms_choice_stays_when_another_arm_measures_what_is_below_0(tmp_path: Path) -> None:
@@ -74,8 +87,23 @@ def test_an_arms_choice_stays_when_another_arm_measures_what_is_below_0(tmp_path
     assert first == {"first": "half"} and both == {"first": "half", "later": "x"}
 
 
-@pytest.mark.parametrize("values", [[INF] * 3, [NAN] * 3, [0.1, 0.1, INF]], ids=str)
-def test_a_candidate_that_is_no_number_is_the_worst(tmp_path: Path, values: list[float]) -> None:
-    tried = {"0.02": [(DONE, values)], "1e-4": [(DONE, [0.5] * 3)]}
-    assert chosen(tmp_path, "val/loss", {"arm": tried}) == {"arm": "1e-4"}
-    assert scores(tmp_path) == {"0.02": "", "1e-4": "0.5"}
+def ended(folder: Path, arm: str, shown: list[str]) -> PlannedRun:
+    place = f"{arm}/seed-0"
+    (folder / place).mkdir(parents=True)
+    (folder / place / "run.json").write_text(json.dumps({"status": DONE, "shown": shown}))
+    (folder / place / "metrics.csv").write_text("round,val/acc,clients/acc\n0,0.5,0.75\n")
+    return PlannedRun(folder, place, arm, 0, ())
+
+
+def test_each_number_is_named_where_arms_are_shown_by_different_metrics(tmp_path: Path) -> None:
+    one = ended(tmp_path, "fedavg", ["val/acc"])
+    own = ended(tmp_path, "ifca", ["clients/acc"])
+    lines = ProgressTable("s", None).lines({one: DONE, own: DONE})
+    named = ["seed 0", "fedavg val/acc 0.5000", "ifca clients/acc 0.7500"]
+    assert [" ".join(line.split()) for line in lines[2:5]] == named
+    assert "The arms show different metrics, which you cannot compare" in lines[5]
+    lines = ProgressTable("s", None).lines({one: DONE, own: WAITING})
+    waits = ["val/acc seed 0", "fedavg 0.5000", "ifca stopped after round 0"]
+    assert [" ".join(line.split()) for line in lines[2:5]] == waits and not lines[5]
+    (one.folder / "metrics.csv").write_text("round,val/acc\n0,\x1e.5\n")  # a damaged table
+    assert ProgressTable("s", None).lines({one: DONE})[3].split() == ["fedavg", "done"]

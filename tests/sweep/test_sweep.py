@@ -4,7 +4,6 @@ tasks."""
 from __future__ import annotations
 
 import csv
-import fcntl
 import gzip
 import json
 import os
@@ -12,7 +11,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -130,7 +128,7 @@ select:
     ended = cli("sweep", "s.yaml", "--jobs", 1)
     assert ended.returncode == 1, ended.stderr
     for arm in ("fedavg", "ri"):  # ri would take fedavg's choice
-        assert f"no choice: each candidate of {arm}, or of" in ended.stdout
+        assert f"no choice: the candidates of {arm}, or of" in ended.stdout
     assert "the same command goes on" not in ended.stdout
     standing = {"ri/1": "waiting", "fedavg/1": "waiting", "fedinit/1": "done"}
     assert states(cli.folder / "runs/s") == standing
@@ -152,42 +150,15 @@ select:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", ["--run nowhere", "--slurm -", "--jobs 2"])
-def test_one_that_chooses_waits_for_another_that_writes_what_was_chosen(
-    cli: Cli, asked: str
-) -> None:
-    """Tasks of an array, the array's script and the sweep itself write the same two files."""
-    (cli.folder / "s.yaml").write_text(AFTER)
-    (cli.folder / "runs/s").mkdir(parents=True)
-    with open(cli.folder / "runs/s/.runs.lock", "w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        process = cli.start("sweep", "s.yaml", *asked.split())
-        while not _is_waited_for(held.fileno()):
-            assert not process.ended(), process.stdout + process.stderr
-            time.sleep(0.02)
-        assert not list(cli.folder.glob("runs/s/sel*.*"))
-    told = process.wait()
-    assert told.returncode == (2 if "nowhere" in asked else 0), told.stderr
-    assert (cli.folder / "runs/s/select.csv").exists()
-
-
-def _is_waited_for(lock: int) -> bool:
-    """Whether a process waits for the file with this descriptor, which this one has locked."""
-    waiting = f":{os.fstat(lock).st_ino} "
-    lines = Path("/proc/locks").read_text().splitlines()
-    return any("->" in line and waiting in line for line in lines)
-
-
-@pytest.mark.slow
 def test_an_arm_begins_from_what_another_chose(cli: Cli) -> None:
     (cli.folder / "s.yaml").write_text(AFTER)
     folder = cli.folder / "runs/s"
     early = cli("sweep", "s.yaml", "--run", "select/ri/0.05/seed-100")
     assert early.returncode == 2 and "fedavg has not chosen yet" in early.stderr
     listed = []
-    for what in ("others select from", "sweep's own runs"):
+    for _ in range(2):
         script = cli("sweep", "s.yaml", "--slurm", "job.sh")
-        assert script.returncode == 0 and what in script.stdout, script.stderr
+        assert script.returncode == 0 and "writes the next script" in script.stdout, script.stderr
         text = (cli.folder / "job.sh").read_text()
         listed.append([line.strip() for line in text.splitlines() if "/seed-" in line])
         # As a kill in the middle of the selection leaves it, one of its runs is not done.
@@ -201,14 +172,14 @@ def test_an_arm_begins_from_what_another_chose(cli: Cli) -> None:
     when = (begun / "metrics.csv").stat().st_mtime_ns
     # A worker that was killed before its first round left this; the same command takes it up again.
     failed = folder / "select/fedavg/0.1/seed-100/run.json"
-    record = failed.read_text().replace('"done"', '"failed"')
+    record, config = failed.read_text(), (failed.parent / "config.yaml").read_text()
     shutil.rmtree(failed.parent)
     failed.parent.mkdir()
-    failed.write_text(record)
+    failed.write_text(record.replace('"done"', '"failed"'))
+    (failed.parent / "config.yaml").write_text(config)
     result = cli("sweep", "s.yaml", "--jobs", 1)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "ri chose model.learner.init_args.lr 0.1 as fedavg, method.beta 0." in result.stdout
-    assert "unequal numbers" not in result.stdout
     assert (begun / "metrics.csv").stat().st_mtime_ns == when
     chosen = yaml.safe_load((folder / "selections.yaml").read_text())
     assert list(chosen) == ["ri", "fedavg"]
@@ -220,14 +191,6 @@ def test_an_arm_begins_from_what_another_chose(cli: Cli) -> None:
     assert "--model.learner.init_args.lr=0.1" in own
     taken = cli("sweep", "s.yaml", "select.from=runs/s", "--dry_run", "--out", "other")
     assert taken.stdout.count("--model.learner.init_args.lr=0.1") == 2
-
-
-@pytest.mark.slow
-def test_what_cannot_work_at_another_arms_choice_is_said_first(cli: Cli) -> None:
-    (cli.folder / "s.yaml").write_text(AFTER.replace("[0.05, 0.1]", "[0.05, much]"))
-    result = cli("sweep", "s.yaml")
-    assert result.returncode == 2 and "method.beta" in result.stderr
-    assert not list(cli.folder.glob("runs/s/select/*"))
 
 
 @pytest.mark.slow
@@ -265,39 +228,26 @@ def test_what_cannot_work_is_said_before_anything_runs(cli: Cli, sweep_file: Pat
 
 
 @pytest.mark.slow
-def test_claims_come_before_the_runs(cli: Cli, sweep_file: Path) -> None:
+@pytest.mark.parametrize("selecting", [False, True])
+def test_claims_come_before_the_runs(cli: Cli, sweep_file: Path, selecting: bool) -> None:
+    """Also before those that select."""
     claim = "- {id: A1, a: ARM, b: fedavg, metric: val/acc, direction: greater, margin: 0.005}\n"
-    sweep_file.write_text(sweep_file.read_text() + "claims: claims.yaml\n")
+    select = "select: {over: {model.clip_norm: [1.0, 2.0]}, seeds: [100]}\n" * selecting
+    sweep_file.write_text(f"{sweep_file.read_text()}claims: claims.yaml\n{select}")
     claims, few = cli.folder / "claims.yaml", ("trainer.max_epochs=1", "seed_everything=[0]")
     claims.write_text(claim.replace("ARM", "fedint"))
-    unknown = cli("sweep", sweep_file, *few)
+    unknown = cli("sweep", sweep_file, *few, "--slurm", "-")
     assert unknown.returncode == 2 and "'fedint', which is not an arm of the grid" in unknown.stderr
     claims.write_text(claim.replace("ARM", "fedinit-0.1"))
-    assert cli("sweep", sweep_file, *few).returncode == 0
+    assert cli("sweep", sweep_file, *few, "--slurm", "-").returncode == 0
     assert (cli.folder / "runs/demo/claims.yaml").read_bytes() == claims.read_bytes()
+    place = "select/fedavg/1.0/seed-100" if selecting else "fedavg/seed-0"
+    assert cli("sweep", sweep_file, *few, "--run", place).returncode == 0
     claims.write_text(claim.replace("ARM", "scaffold"))
     changed = cli("sweep", sweep_file, *few)
     assert changed.returncode == 2 and "claims have to come before the runs" in changed.stderr
     sweep_file.write_text(sweep_file.read_text().replace("claims: claims.yaml\n", ""))
     removed = cli("sweep", sweep_file, "trainer.max_epochs=1", "seed_everything=[0,1]")
-    assert removed.returncode == 2 and "it names no claims" in removed.stderr
-
-
-@pytest.mark.slow
-def test_claims_come_before_the_runs_that_select(cli: Cli, sweep_file: Path) -> None:
-    claims = cli.folder / "claims.yaml"
-    text = "- {id: A, a: scaffold, b: fedavg, metric: val/acc, direction: greater, margin: 0}\n"
-    claims.write_text(text)
-    select = "select: {over: {model.clip_norm: [1.0, 2.0]}, seeds: [100]}\n"
-    sweep_file.write_text(f"{sweep_file.read_text()}claims: claims.yaml\n{select}")
-    few = ("trainer.max_epochs=1", "seed_everything=[0]")
-    assert cli("sweep", sweep_file, *few, "--slurm", "-").returncode == 0
-    assert cli("sweep", sweep_file, *few, "--run", "select/fedavg/1.0/seed-100").returncode == 0
-    claims.write_text(text.replace("greater", "less"))
-    changed = cli("sweep", sweep_file, *few, "--slurm", "-")
-    assert changed.returncode == 2 and "claims have to come before the runs" in changed.stderr
-    sweep_file.write_text(sweep_file.read_text().replace("claims: claims.yaml\n", ""))
-    removed = cli("sweep", sweep_file, *few, "--slurm", "-")
     assert removed.returncode == 2 and "it names no claims" in removed.stderr
 
 
@@ -326,17 +276,17 @@ def test_a_slurm_task_is_one_run(cli: Cli, python: str, sweep_file: Path) -> Non
         ["bash", "job.sh"], cwd=cli.folder, env=environment, capture_output=True, text=True
     )
     assert task.returncode == 0, task.stderr
-    assert states(cli.folder / "runs/demo") == {"fedavg/0": "waiting", "fedavg/1": "done"}
+    record = json.loads((cli.folder / "runs/demo/fedavg/seed-1/run.json").read_text())
+    assert (record["status"], record["arm"]) == ("done", "fedavg")
     assert (
         cli(
             "sweep", sweep_file, *ONE_ARM, "seed_everything=[0,1]", "--run", "fedavg/seed-0"
         ).returncode
         == 0
     )
+    again = cli("sweep", sweep_file, *ONE_ARM, "seed_everything=[0,1]")
+    assert again.returncode == 0 and "(1 of" not in again.stdout
     assert set(states(cli.folder / "runs/demo").values()) == {"done"}
-    assert (
-        json.loads((cli.folder / "runs/demo/fedavg/seed-0/run.json").read_text())["arm"] == "fedavg"
-    )
 
 
 @pytest.mark.slow
@@ -369,10 +319,6 @@ def test_everything_that_decides_a_run_is_compared(cli: Cli, sweep_file: Path) -
     (cli.folder / "runs/demo/fedavg/seed-0/config.yaml").write_text("{[")
     broken = cli("sweep", sweep_file, *few)
     assert broken.returncode == 2 and "seed-0/config.yaml cannot be read" in broken.stderr
-    (cli.folder / "runs/demo/fedavg/seed-0/config.yaml").unlink()
-    assert cli("sweep", sweep_file, *few).returncode == 0
-    other = cli("sweep", sweep_file, *few, "model.participation=0.3")
-    assert other.returncode == 2 and "has no config.yaml" in other.stderr
 
 
 METHOD = """
@@ -483,31 +429,3 @@ def test_runs_go_seed_by_seed_and_finished_folders_are_done(cli: Cli, sweep_file
     # without a checkpoint to go on from
     assert more.returncode == 1 and more.stdout.count("already holds a run") == 2
     assert not (kept / "metrics.csv").exists()
-
-
-@pytest.mark.slow
-def test_rows_of_clients_can_be_freed_where_no_run_is_to_go_on(cli: Cli) -> None:
-    (cli.folder / "s.yaml").write_text("""
-configs: [base, data/digits, trainer/cpu, method/scaffold]
-fixed: {trainer.max_epochs: 1, model.engine: sequential, model.local_epochs: 1}
-grid: {seed_everything: [0]}
-""")
-    small = cli("sweep", "s.yaml")
-    assert small.returncode == 0 and "clients' rows" not in small.stdout
-    (rows,) = (cli.folder / "runs/s").rglob("state/rows-*.safetensors")
-    run = rows.parents[1]
-    # As large as a long sweep's are together, and empty: only its size is asked for.
-    os.truncate(rows, 2 * 10**8)
-    told = cli("sweep", "s.yaml").stdout
-    assert "0.2 GB are clients' rows, with which runs go on." in told
-    command = next(line for line in told.splitlines() if line.startswith("them: "))
-    subprocess.run(command.removeprefix("them: "), shell=True, check=True, cwd=cli.folder)
-    assert list((run / "state").iterdir()) == []
-    # What is done stays done, is tested and reported; only going on is refused.
-    again = cli("sweep", "s.yaml")
-    assert again.returncode == 0 and "1 done" in again.stdout and "rows" not in again.stdout
-    assert cli("report", "runs/s").returncode == 0
-    tested = cli("test", str(run))
-    assert tested.returncode == 0, tested.stderr
-    longer = cli("fit", str(run), "--trainer.max_epochs", 2)
-    assert longer.returncode == 2 and "the file is missing" in longer.stderr

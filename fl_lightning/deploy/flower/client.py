@@ -9,16 +9,17 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fl_lightning.deploy import audit
-from fl_lightning.deploy.flower import envelope, link
-from fl_lightning.deploy.flower.app_settings import AppSettings, NodeSettings
-from fl_lightning.deploy.told_errors import LOG, TOLD, told
+from fl_lightning.deploy import what_leaves
+from fl_lightning.deploy.flower import app, resident
+from fl_lightning.deploy.flower.app import AppSettings, NodeSettings
 from fl_lightning.deploy.transport import Message, packed, words
+from fl_lightning.deploy.what_leaves import LOG, TOLD, told
 from fl_lightning.errors import UserError
 from fl_lightning.machine.escaping import plain_lines
 
@@ -44,10 +45,10 @@ def answer(message: Any, context: Any, file: str) -> Any:
         settings = NodeSettings(context.node_config)
         rounds = AppSettings(context.run_config).rounds
         site = Resident(Path(file).resolve().parents[1], settings, rounds)
-        data = site.ask(envelope.bytes_in(message.content, str(context.node_id)))
-    except (UserError, OSError) as error:
+        data = site.ask(app.bytes_in(message.content))
+    except Exception as error:
         data = packed(failure(site, error))
-    return FlowerMessage(envelope.content(data), reply_to=message)
+    return FlowerMessage(app.content(data), reply_to=message)
 
 
 def failure(site: Resident | None, error: Exception) -> Message:
@@ -59,7 +60,7 @@ def failure(site: Resident | None, error: Exception) -> Message:
     if site is not None:
         failed = failed_with(told(error))
         try:
-            audit.note(site.folder, Message(""), failed)
+            what_leaves.note(site.folder, Message(""), failed)
             return failed
         except UserError as unnoted:
             error = unnoted
@@ -133,11 +134,10 @@ class Resident:
     def _asked(self, data: bytes) -> bytes:
         """Return the answer; nothing if there is no resident with this key."""
         try:
-            with link.connect(self.folder) as connection:
-                connection.sendall(self.key)
-                link.write(connection, data)
-                return link.read(connection)
-        except OSError:
+            with resident.connect(self.folder, self.key) as connection:
+                connection.send_bytes(data)
+                return connection.recv_bytes()
+        except (OSError, EOFError, AuthenticationError):
             return b""
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -146,7 +146,9 @@ class Resident:
         writing = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         with open(os.open(self.folder / LOG, writing, 0o600), "wb") as log:
             return subprocess.Popen(
-                [*self.command, "--key", self.key.hex()],
+                self.command,
+                # Others on this machine see a command, but not an environment.
+                env={**os.environ, resident.KEY: self.key.hex()},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

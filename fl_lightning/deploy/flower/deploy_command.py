@@ -38,15 +38,10 @@ _FILES = {
     "server_app.py": f"{PACKAGE}/server_app.py",
     "client_app.py": f"{PACKAGE}/client_app.py",
 }
-_MOST = 8 * 2**20  # largest config in bytes; Flower accepts apps of up to 10 MB
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the app that ``argv`` asks for.
-
-    Raises:
-        UserError: the configs are wrong or cannot be run over sites, or the folder exists.
-    """
+    """Write the app that ``argv`` asks for."""
     if argv and argv[0] == "keys":
         from fl_lightning.deploy.flower.keys_command import main as write_keys
 
@@ -76,11 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _out(argv: list[str]) -> tuple[Path, list[str]]:
-    """Return the app's folder, and the other arguments.
-
-    Raises:
-        UserError: it exists, or its name is not allowed by Flower.
-    """
+    """Return the app's folder, and the other arguments."""
     folder = Path("flower-app")
     rest: list[str] = []
     arguments = iter(argv)
@@ -123,8 +114,6 @@ def write(folder: Path, prepared: Command) -> None:
     trainer: Any = cli.trainer
     refuse_methods(trainer.callbacks)
     config = cli.config_text()
-    if len(config) > _MOST:
-        raise UserError(f"deploy flower: the config has {len(config)} bytes; Flower takes 10 MB.")
     words = {
         "NAME": folder.name.lower().replace("_", "-"),
         "PACKAGE": PACKAGE,

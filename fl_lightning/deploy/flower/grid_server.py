@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fl_lightning.deploy.flower import envelope
-from fl_lightning.deploy.flower.app_settings import AppSettings
-from fl_lightning.deploy.flower.parent import end_with
-from fl_lightning.deploy.transport import Message, visible, words
+from fl_lightning.deploy.flower import app
+from fl_lightning.deploy.flower.app import AppSettings
+from fl_lightning.deploy.flower.resident import end_with
+from fl_lightning.deploy.transport import Message, Transport, packed, visible, words
 from fl_lightning.errors import UserError
 
 # Flower's codes for errors in an app: it cannot be loaded, it raised, or its bundle was rejected.
@@ -39,7 +40,7 @@ class GridTransport:
             # An answer to an earlier question to this site is no longer of use.
             self._site_of = {k: site for k, site in self._site_of.items() if site != message.site}
             of_flower = FlowerMessage(
-                envelope.enclosed(message),
+                app.content(packed(message)),
                 dst_node_id=int(message.site),
                 message_type=MessageType.TRAIN,
                 group_id=str(message.numbers.get("round", message.what)),
@@ -75,7 +76,7 @@ def _opened(reply: Any, site: str) -> Message:
     the site does not run the app.
     """
     if not reply.has_error():
-        return envelope.message_in(reply.content, site)
+        return app.message_in(reply.content, site)
     if reply.error.code not in _OF_THE_APP:
         return Message("lost", site)
     text = (
@@ -98,8 +99,6 @@ def serve(grid: Any, context: Any, file: str) -> None:
     # Without this link to its parent, the server would wait for answers that cannot arrive.
     end_with(os.getppid())
     settings = AppSettings(context.run_config)
-    from fl_lightning.deploy.flower.fit import fit
-
     try:
         status = fit(Path(file).resolve().parents[1], GridTransport(grid), settings)
     except UserError as error:
@@ -107,3 +106,28 @@ def serve(grid: Any, context: Any, file: str) -> None:
         raise UserError(str(error)) from None
     if status:
         raise RuntimeError(f"the run ended with status {status}; the reason is in the lines above")
+
+
+# A callback that every other run has. At sites it would send more numbers than the run itself.
+STAYS_AWAY = ("DivergenceLogger",)
+
+
+def fit(app: Path, transport: Transport, settings: AppSettings) -> int:
+    """Fit the app in this folder, and return the exit status of ``fl-lightning fit``."""
+    from fl_lightning.deploy.at_server import AtServer
+    from fl_lightning.lab.cli import lightning_commands
+    from fl_lightning.lab.cli.compose import prepare
+
+    if str(app) not in sys.path:
+        sys.path.insert(0, str(app))
+    options = {
+        "--trainer.default_root_dir": settings.folder,
+        "--trainer.max_epochs": settings.rounds,
+        # The run resumes if the folder has one.
+        "--ckpt_path": "last",
+    }
+    arguments = ["-c", str(app / "config.yaml")]
+    for name, value in options.items():
+        arguments += [name, str(value)]
+    at = AtServer(transport, None, settings.timeout, settings.min_sites)
+    return lightning_commands.run("fit", prepare("fit", arguments), added=[at], without=STAYS_AWAY)

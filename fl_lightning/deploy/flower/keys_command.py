@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import os
 import re
 import shlex
+import shutil
+import subprocess
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from datetime import date, timedelta
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
 
+from fl_lightning.accepted import AtLeast, AtMost, check
 from fl_lightning.errors import UserError, cannot_write
 from fl_lightning.lab.cli.arguments import ArgumentParser
 
 DESCRIPTION = """Write certificates and keys for a server and its sites: TLS, a key per site, and a
 proxy's configuration that lets only the sites' calls through. The folder's README.md has the
-commands in order. The keys are for trying and for small studies."""
+commands in order. The keys are for trying and for small studies. openssl and ssh-keygen make them.
+"""
 
 _DAYS = 365
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-_PORTS = range(1, 65536)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the folder that ``argv`` asks for.
-
-    Raises:
-        UserError: an argument is not accepted, the folder exists, or cryptography is missing.
-    """
+    """Write the folder that ``argv`` asks for."""
     parser = ArgumentParser("deploy keys", DESCRIPTION)
     parser.add_argument("--sites", type=int, required=True, metavar="N", help="how many sites")
     parser.add_argument(
@@ -48,8 +49,13 @@ def main(argv: Sequence[str]) -> int:
         "--out", type=Path, default=Path("keys"), help="a new folder (default: keys)"
     )
     given = parser.parse_args(list(argv))
-    address = _checked(given)
+    check("deploy keys --sites", given.sites, Annotated[int, AtLeast(1), AtMost(1000)])
+    address = _address(given.address)
+    for program in ("openssl", "ssh-keygen"):
+        if shutil.which(program) is None:
+            raise UserError(f"deploy keys: the program {program} is not installed, or not in PATH.")
     try:
+        given.out.mkdir(parents=True)  # keys that are in use are never written over
         _write(given, address)
     except OSError as error:
         raise cannot_write(given.out, error) from None
@@ -57,107 +63,87 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _checked(given: Namespace) -> str:
-    """Return the server's address.
-
-    Raises:
-        UserError: an argument is not accepted.
-    """
-    if not 1 <= given.sites <= 1000:
-        raise UserError(f"deploy keys --sites {given.sites}: give a number from 1 to 1000.")
-    for name, port in (("--port", given.port), ("--link-port", given.link_port)):
-        if port not in _PORTS:
-            raise UserError(f"deploy keys {name} {port}: give a port from 1 to 65535.")
-    if given.port == given.link_port:
-        raise UserError(
-            f"deploy keys --port {given.port}: --link-port is {given.link_port}, too. Give another "
-            "one: sites reach the first port, and only the server's own machine the second."
-        )
-    address = _address(given.address)
-    if os.path.lexists(given.out):
-        raise UserError(
-            f"deploy keys --out {given.out}: this folder exists already, and was not changed. Give "
-            "another folder, because keys that are in use are never written over."
-        )
-    return address
-
-
 def _address(text: str) -> str:
-    """Return the server's address, an IP address in its usual form.
-
-    Raises:
-        UserError: it is neither an IP address nor a name.
-    """
-    refused = UserError(
-        f"deploy keys --address {text[:100]!r}: give only the server's IP address or name, as the "
-        "sites reach it, without https://, port or path: --address 10.0.0.5 or "
-        "--address server.example.org."
-    )
+    """Return the server's address, an IP address in its usual form."""
     try:
         number = ipaddress.ip_address(text)
     except ValueError:
         # A name that ends in a number is a mistyped IP address.
-        is_name = re.fullmatch(rf"{_LABEL}(\.{_LABEL})*", text) and len(text) <= 253
-        if not is_name or text.rpartition(".")[2].isdigit():
-            raise refused from None
-        return text
-    if number.is_unspecified or number.is_multicast or "%" in text:
-        raise refused
-    return str(number)
+        if re.fullmatch(rf"({_LABEL}\.)*{_LABEL}", text) and not text.rpartition(".")[2].isdigit():
+            return text
+    else:
+        if not number.is_unspecified:
+            return str(number)
+    raise UserError(
+        f"deploy keys --address {text[:100]!r}: give only the server's IP address or name, as the "
+        "sites reach it, without https://, port or path: --address 10.0.0.5 or "
+        "--address server.example.org."
+    )
 
 
 def _write(given: Namespace, address: str) -> None:
-    try:
-        from fl_lightning.deploy.flower.certificates import node_keys, server_files
-    except ImportError:
-        raise UserError(
-            "deploy keys: the package cryptography, which makes the keys, is not installed. It "
-            "comes with Flower: pip install 'fl-lightning[flower]'."
-        ) from None
-    server = given.out / "server"
-    made = server_files(address, _DAYS)
-    _put(server / "ca.pem", made.authority)
-    _put(server / "server.pem", made.certificate)
-    _put(server / "server.key", made.key, private=True)
+    place = (given.out / "server").resolve()
+    place.mkdir()
     sites = [f"site-{number}" for number in range(1, given.sites + 1)]
+    _certificates(place, address)
     for site in sites:
-        private, public = node_keys()
-        _put(given.out / site / "ca.pem", made.authority)
-        _put(given.out / site / "node-key", private, private=True)
-        _put(server / f"{site}.pub", public)
-    place = server.resolve()
-    folder = shlex.quote(str(place))
+        folder = given.out / site
+        folder.mkdir()
+        shutil.copy(place / "ca.pem", folder)
+        kind = ["-t", "ecdsa", "-b", "384", "-N", "", "-C", ""]
+        _run("ssh-keygen", "-q", *kind, "-f", str(folder / "node-key"))
+        shutil.move(folder / "node-key.pub", place / f"{site}.pub")
+    server = shlex.quote(str(place))
     words = {
         "SITES": str(given.sites),
         "ADDRESS": f"[{address}]" if ":" in address else address,
         "LISTEN": f"[::]:{given.port}" if ":" in address else str(given.port),
         "PORT": str(given.port),
         "LINK": str(given.link_port),
-        "SERVER": folder,
+        "SERVER": server,
         "CERTIFICATE": json.dumps(str(place / "ca.pem"), ensure_ascii=False),
         "REGISTER": "\n".join(
-            f"flwr supernode register {folder}/{site}.pub sites" for site in sites
+            f"flwr supernode register {server}/{site}.pub sites" for site in sites
         ),
-        "UNTIL": made.until.isoformat(),
+        "UNTIL": (date.today() + timedelta(days=_DAYS)).isoformat(),
     }
-    _fill("nginx.conf", server / "nginx.conf", words)
+    _fill("nginx.conf", place / "nginx.conf", words)
     _fill("keys.md", given.out / "README.md", words)
     for site in sites:
         _fill("keys_site.md", given.out / site / "README.md", {**words, "SITE": site})
 
 
+def _certificates(server: Path, address: str) -> None:
+    """Make the server's certificate, which also names its own machine, and that of its authority.
+
+    The authority's private key is thrown away, so it signs no further certificate.
+    """
+    # The last label of a host's name is no number.
+    is_number = ":" in address or address.rpartition(".")[2].isdigit()
+    names = [f"{'IP' if is_number else 'DNS'}:{address}"]
+    names += ["DNS:localhost", "IP:127.0.0.1", "IP:::1"]
+    with TemporaryDirectory() as folder:
+        config, key = f"{folder}/openssl.cnf", f"{folder}/ca.key"
+        _fill("openssl.cnf", Path(config), {"NAMES": ",".join(dict.fromkeys(names))})
+        make = ["req", "-x509", "-config", config, "-sha384", "-days", str(_DAYS), "-nodes"]
+        make += ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:secp384r1"]
+        ca, signed = str(server / "ca.pem"), str(server / "server.pem")
+        of_authority = ["-extensions", "authority", "-subj", "/CN=fl-lightning authority"]
+        _run("openssl", *make, *of_authority, "-keyout", key, "-out", ca)
+        of_server = ["-extensions", "server", "-subj", "/CN=fl-lightning server"]
+        own_key = str(server / "server.key")
+        signer = ["-CA", ca, "-CAkey", key]
+        _run("openssl", *make, *of_server, *signer, "-keyout", own_key, "-out", signed)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"deploy keys: {command[0]} failed: {' '.join(done.stderr.split())[-300:]}")
+
+
 def _fill(template: str, path: Path, words: Mapping[str, str]) -> None:
     """Write a template's text with these words in the places of their names."""
-    text = (files("fl_lightning.deploy.flower") / "templates" / f"{template}.txt").read_text(
-        "utf-8"
-    )
-    _put(path, re.sub("@([A-Z]+)@", lambda match: words[match[1]], text).encode("utf-8"))
-
-
-def _put(path: Path, content: bytes, private: bool = False) -> None:
-    """Write a new file; if it is private, only its owner may read it, from the beginning."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    mode = 0o600 if private else 0o644
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(content)
-    print(f"  {path}")
+    text = files("fl_lightning.deploy.flower") / "templates" / f"{template}.txt"
+    filled = re.sub("@([A-Z]+)@", lambda match: words[match[1]], text.read_text("utf-8"))
+    path.write_text(filled, "utf-8")

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.accepted import NonNegativeInt, check
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.client.batch_callbacks import gets_batches
-from fl_lightning.deploy import audit
-from fl_lightning.deploy.fields import LARGEST, MOST_SAMPLES
+from fl_lightning.deploy import what_leaves
 from fl_lightning.deploy.round_messages import check_names, check_shape, shape_of
-from fl_lightning.deploy.site import AtSite, Ended, asks_a_stranger, numbers_of
+from fl_lightning.deploy.site import AtSite, Ended, numbers_of
 from fl_lightning.deploy.site_data import as_one_client
 from fl_lightning.deploy.transport import Message, Post
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import VALIDATION
 from fl_lightning.lab.cli.cli import CommandCLI
-from fl_lightning.lab.cli.compose import Command, plain_yaml, prepare
+from fl_lightning.lab.cli.compose import Command, plain_yaml, prepare, text_of
 from fl_lightning.lab.cli.lightning_commands import quiet
 
 # A site writes only its rows, does not validate, and is one process.
@@ -35,22 +34,6 @@ _OPTIONS = {
 FEWEST_SAMPLES = 10  # of a site's own data, if its site.yaml does not say it
 
 
-class Peeked:
-    """A post whose first message has been read in advance."""
-
-    def __init__(self, post: Post, first: Message) -> None:
-        self.post = post
-        self.first: Message | None = first
-
-    def take(self) -> Message | None:
-        message = self.first
-        self.first = None
-        return self.post.take() if message is None else message
-
-    def give(self, answer: Message) -> None:
-        self.post.give(answer)
-
-
 def serve(
     app: Path, folder: Path, clients: str, site: Path | None, rounds: int, post: Post
 ) -> None:
@@ -59,20 +42,17 @@ def serve(
     Args:
         rounds: of the server's run. A learner's schedule may read ``trainer.max_epochs`` when the
             fit starts, before any message says it.
-
-    Raises:
-        UserError: the user has to correct the site's settings.
     """
     quiet()
     for place in (str(Path.cwd()), str(app)):
         sys.path.insert(0, place)
     first = post.take()
     # After a restart the server has to greet this process first, so that its data are compared.
-    while first is not None and asks_a_stranger(first):
-        question = first.numbers.get("question")
-        answered = {} if question is None else {"question": question}
-        lost = Message("lost", first.site, answered)
-        audit.note(folder, first, lost)
+    while first is not None and first.what != "hello":
+        lost = Message("lost", first.site)
+        if "question" in first.numbers:
+            lost.numbers["question"] = first.numbers["question"]
+        what_leaves.note(folder, first, lost)
         post.give(lost)
         first = post.take()
     if first is None:
@@ -81,13 +61,8 @@ def serve(
     for name, value in {**_OPTIONS, "max_epochs": str(rounds)}.items():
         arguments += [f"--trainer.{name}", value]
     prepared = prepare("site", arguments)
-    if site is None:
-        # Clients of the config's partition send all metrics, as in a simulation.
-        numbers = list(numbers_of(clients))
-        limits = SiteLimits(fewest_samples=0)
-    else:
-        client, limits = own_data(prepared, site)
-        numbers = [client]
+    # Clients of the config's partition send all metrics, as in a simulation.
+    numbers, fewest = (numbers_of(clients), 0) if site is None else own_data(prepared, site)
     try:
         cli = CommandCLI("site", prepared)
     except UserError:
@@ -105,9 +80,7 @@ def serve(
     if "shape" in first.arrays:
         check_shape("the server's data", first.arrays["shape"], cli.datamodule)
     trainer: Any = cli.trainer
-    own = site is not None
-    peeked = Peeked(post, first)
-    at = AtSite(peeked, numbers, folder, own, limits.fewest_samples, limits.most_rounds)
+    at = AtSite(post, numbers, folder, site is not None, fewest, first)
     trainer.callbacks = [*filter(runs_at_sites, trainer.callbacks), at]
     with suppress(Ended):
         trainer.fit(cli.model, cli.datamodule)
@@ -126,83 +99,35 @@ def runs_at_sites(callback: Any) -> bool:
 def check_own(first: Message, data: Any) -> None:
     """Make a site's own data the data of one client, and compare its names with those of the first
     message.
-
-    Raises:
-        UserError: columns or classes are missing, too many or in another order.
     """
     as_one_client(data, int(first.numbers.get("m", 1)))
     shape_of(data, 0)  # which reads them
     check_names(first.arrays, data)
 
 
-@dataclass(frozen=True)
-class SiteLimits:
-    """What a site's own file limits.
-
-    Args:
-        fewest_samples: metrics of fewer samples stay at the site.
-        most_rounds: the number of rounds in which the site takes part; None: any number.
-    """
-
-    fewest_samples: int = FEWEST_SAMPLES
-    most_rounds: int | None = None
-
-    @classmethod
-    def of(cls, document: dict[str, Any], where: str) -> SiteLimits:
-        """Read the limits from a site's file.
-
-        Raises:
-            UserError: a limit is not a whole number that can be one.
-        """
-        fewest = document.get("fewest_samples", FEWEST_SAMPLES)
-        if not _whole(fewest, 0, MOST_SAMPLES):
-            raise UserError(
-                f"{where}: fewest_samples is {fewest!r}; give a whole number. Metrics of fewer "
-                "samples stay at this site. 0: all metrics are sent."
-            )
-        most = document.get("most_rounds")
-        if most is not None and not _whole(most, 1, LARGEST):
-            raise UserError(
-                f"{where}: most_rounds is {most!r}; give the number of rounds in which this site "
-                "takes part, or leave it out for any number."
-            )
-        return cls(fewest, most)
-
-
-def _whole(value: object, least: int, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def own_data(prepared: Command, path: Path) -> tuple[int, SiteLimits]:
+def own_data(prepared: Command, path: Path) -> tuple[list[int], int]:
     """Put a site's own data in place of the config's.
 
     Returns:
-        The ID of the site's client, and the limits of the site's file.
-
-    Raises:
-        UserError: the file does not exist, or has other keys.
+        The ID of the site's client, and the number of samples of which metrics may leave the site.
     """
     where = f"--node-config site={str(path)!r}"
-    try:
-        document = plain_yaml(path.read_text("utf-8"), where)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{where}: this file cannot be read ({error}).") from None
+    document = plain_yaml(text_of(path, where), where)
     keys = set(document) if isinstance(document, dict) else set()
-    if not {"client", "data"} <= keys <= {"client", "data", "fewest_samples", "most_rounds"}:
-        has = ", ".join(map(str, document)) if isinstance(document, dict) else "something else"
+    if not {"client", "data"} <= keys <= {"client", "data", "fewest_samples"}:
         raise UserError(
-            f"{where}: it holds {has or 'nothing'}; accepted are two keys: client (this site's "
-            "number) and data (a class_path with its init_args). You can add fewest_samples "
-            f"({FEWEST_SAMPLES} without it) and most_rounds (any number without it)."
+            f"{where}: it needs two keys, and has {', '.join(map(str, keys)) or 'none'}: client "
+            "(this site's number: 0, 1, …) and data (a class_path with its init_args). You can add "
+            f"fewest_samples ({FEWEST_SAMPLES} without it): metrics of fewer samples stay at this "
+            "site; 0: all are sent."
         )
-    limits = SiteLimits.of(document, where)
-    client = document["client"]
-    if isinstance(client, bool) or not isinstance(client, int) or client < 0:
-        raise UserError(f"{where}: client is {client!r}; give this site's number: 0, 1, …")
+    document = {"fewest_samples": FEWEST_SAMPLES, **document}
+    for name in ("client", "fewest_samples"):
+        check(f"{where}: {name}", document[name], NonNegativeInt)
     data = document["data"]
     if isinstance(data, dict) and isinstance(data.get("init_args"), dict):
         # The site is one client, whatever the run's partition is.
         left = {k: v for k, v in data["init_args"].items() if k not in ("num_clients", "partition")}
         data = {**data, "init_args": left}
     prepared.config["data"] = data
-    return client, limits
+    return [document["client"]], document["fewest_samples"]

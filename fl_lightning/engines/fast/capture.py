@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from fl_lightning.client.client_optimizer import ClientOptimizer
+from fl_lightning.client.client_trainer import EachStep
 from fl_lightning.client.flat_learner import FlatLearner
 from fl_lightning.engines.engine_context import LearnerCopies
 from fl_lightning.engines.fast.recording import FRESH, Recording, aten
@@ -229,6 +230,8 @@ def why_not_captured(copies: LearnerCopies) -> str:
         return "not asked for"
     if context.work.accumulate > 1:
         return f"accumulate={context.work.accumulate}: a step is several batches"
+    if method := context.work.methods.reduced_by:
+        return f"{method} takes the gradient of each sample"
     if not type(context.optimizer).__module__.startswith("torch.optim"):
         return f"{type(context.optimizer).__name__} is not one of torch's optimizers"
     if foreign and by_choice:
@@ -323,25 +326,11 @@ class Refusing(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Watched:
+class Watched(EachStep):
     """Takes steps as they are, within :class:`Refusing`."""
 
-    stream: torch.cuda.Stream | None = None
-
-    def run(
-        self,
-        step: Step,
-        batches: Iterator[Any],
-        clients: ClientGroup,
-        optimizer: ClientOptimizer,
-        copy: FlatLearner,
-    ) -> None:
-        for index, batch in enumerate(batches):
-            with Refusing():  # type: ignore[no-untyped-call]  # torch has no types there
-                step(batch, index)
-
-    def forget(self) -> None:
-        """Do nothing: this class records no steps."""
+    def around(self, clients: ClientGroup, index: int, batch: Any) -> Refusing:
+        return Refusing()  # type: ignore[no-untyped-call]  # torch has no types there
 
 
 def on_gpu(tensor: Tensor) -> bool:

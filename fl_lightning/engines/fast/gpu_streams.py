@@ -83,8 +83,6 @@ class Streams:
                 worker.copy.reset()
 
     def close(self) -> None:
-        """Release the graphs' memory, all at once, because graphs of one stream share a
-        workspace.
-        """
+        """Release the graphs' memory all at once: graphs of one stream share a workspace."""
         for worker in self.workers:
             worker.forget()

@@ -191,9 +191,7 @@ class Recording(TorchDispatchMode):
         return replay
 
     def _save_copies(self) -> None:
-        """Write matrix products directly to the place to which they are only copied, as
-        gradients are.
-        """
+        """Write matrix products directly to where they are only copied to, as gradients are."""
         made_by: dict[str, int] = {}
         uses = Counter[str]()
         # For each storage: the call, and the first and last byte that it touches.
@@ -315,9 +313,7 @@ def changes_lists(func: Any) -> bool:
 
 @lru_cache(maxsize=64)
 def script(code: str) -> Callable[..., Any] | None:
-    """Return a TorchScript function, one for all recordings of the same calls; None: it cannot
-    be made.
-    """
+    """Return a TorchScript function, one for all recordings of the same calls; None: impossible."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -25,6 +25,7 @@ from fl_lightning.client.client_optimizer import (
 from fl_lightning.client.client_trainer import ClientTrainer, add_error_note, begin
 from fl_lightning.client.flat_learner import FlatLearner
 from fl_lightning.client.local_step import LocalStep
+from fl_lightning.client.sample_gradients import StepAsForward
 from fl_lightning.client.step_logs import START, in_one_step, of_steps, reduce_into
 from fl_lightning.engines.engine import Collect
 from fl_lightning.engines.engine_context import LearnerCopies
@@ -32,7 +33,6 @@ from fl_lightning.engines.threads import largest_first
 from fl_lightning.engines.trials.batch_check import first_line
 from fl_lightning.learner.attributes import Attributes
 from fl_lightning.learner.modules import check_gradient_hooks
-from fl_lightning.learner.parameters import check_same_parameters, slots_of_parameters
 from fl_lightning.machine.device_memory import to_device
 from fl_lightning.machine.random_state import RandomState, random_state_kept, seed_client
 from fl_lightning.round.client_group import LOSS, ClientGroup
@@ -40,22 +40,6 @@ from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
 
 BatchGroup = tuple[list[int], list[Tensor], TreeSpec]
-
-
-class _Step(nn.Module):
-    """A learner's ``training_step`` as a ``forward``, for ``functional_call``."""
-
-    def __init__(self, learner: nn.Module, step: Callable[..., Any]) -> None:
-        super().__init__()
-        self.learner = learner
-        self.step = step
-
-    def forward(self, *arguments: Any) -> Any:
-        slots = slots_of_parameters(self.learner)
-        output = self.step(*arguments)
-        # Check this here, because `functional_call` restores every replaced tensor afterwards.
-        check_same_parameters(self.learner, slots)
-        return output
 
 
 class Stack:
@@ -75,7 +59,7 @@ class Stack:
         self.buffers: dict[str, Tensor] = {}
         self.logged: dict[str, tuple[Tensor, Tensor]] = {}
         self._counts: dict[str, int] = {}
-        self._caller = _Step(copy.learner, copy.step)
+        self._caller = StepAsForward(copy.learner, copy.step)
 
     def gradient(self, groups: list[BatchGroup], step: int, log: bool = True) -> Tensor:
         """∇ℓ at each client's x ``(n, D)``; zeros for clients without a batch."""
@@ -212,7 +196,6 @@ class Stacked:
         worker: the one that trains in the learner itself, for gradients of one client's whole
             objective.
         optimizer_of: makes the client optimizer of a stack.
-        warn: called with a text when a group does not fit into memory and is halved.
     """
 
     def __init__(
@@ -220,14 +203,12 @@ class Stacked:
         worker: ClientTrainer,
         optimizer_of: Callable[[Tensor, Tensor], ClientOptimizer],
         at_once: int,
-        warn: Callable[[str], None],
     ) -> None:
         self.worker = worker
         self.work = worker.work
         self.copy = worker.copy
         self._optimizer_of = optimizer_of
         self.at_once = at_once
-        self._warn = warn
 
     def train(
         self,
@@ -242,19 +223,9 @@ class Stacked:
             # While clients are stacked, the learner's own parameters are not any client's model.
             # NaN shows code that reads them by mistake.
             self.copy.x.fill_(torch.nan)
-            while waiting:
-                group = waiting[: self.at_once]
-                try:
-                    trained = self.train_group(round, [client for _, client in group])
-                except RuntimeError as error:
-                    if not out_of_memory(error) or self.at_once == 1:
-                        raise
-                    self.at_once = max(1, self.at_once // 2)
-                    self._warn(
-                        f"memory ran out: from here on {self.at_once} clients are stacked at once"
-                    )
-                    continue
-                waiting = waiting[len(group) :]
+            for begun in range(0, len(waiting), self.at_once):
+                group = waiting[begun : begun + self.at_once]
+                trained = self.train_group(round, [client for _, client in group])
                 for (leaf, _), alone in zip(group, trained, strict=True):
                     alone.buffers = self.copy.buffers
                     collect(leaf, alone)
@@ -337,9 +308,7 @@ class Stacked:
 
 
 class Kept:
-    """Copies of finished clients' models, rows, uploads, logs and attributes, before the rest takes
-    a step.
-    """
+    """Copies of what finished clients have, before the rest of their group takes a step."""
 
     def __init__(self, group: ClientGroup, finished: list[int]) -> None:
         self.group = group
@@ -398,12 +367,6 @@ def one(group: ClientGroup, row: int, logged: dict[str, list[bool]]) -> ClientGr
     return alone
 
 
-def out_of_memory(error: RuntimeError) -> bool:
-    # A CPU's allocator raises a plain RuntimeError; these are its messages on Windows and Linux.
-    words = ("not enough memory", "can't allocate memory")
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in words)
-
-
 def why_not_stacked(copies: LearnerCopies) -> str:
     """Why clients cannot be stacked, from declarations and then from a step; empty: they can."""
     context = copies.context
@@ -452,11 +415,10 @@ def what_a_stack_breaks(copies: LearnerCopies) -> str:
     if moves_without_gradient(context.optimizer) and (name := without_gradient(copies, batches)):
         return f"its loss does not depend on {name}, which the optimizer would move all the same"
     copy.present.silent = True
-    with torch.no_grad(), copy.present.lending(copy.learner) as lent:
+    with torch.no_grad(), copy.present.lending() as lent:
         finite = stack.gradient(stack.groups(batches), 0).isfinite().all()
-        wrote = lent.changed()
-    if wrote:
-        return f"its training_step writes to {wrote}"
+    if lent.reached:
+        return f"its training_step writes to {lent.reached}"
     if not bool(finite):
         return "its loss is not finite, or reads parameters that are not its modules'"
     for name, buffer in copy.buffers.items():
@@ -474,7 +436,7 @@ def without_gradient(copies: LearnerCopies, batches: list[tuple[int, Any]]) -> s
     alone.begin(copies.context.work.data)
     alone.present.silent = True
     for _, batch in batches:
-        with torch.no_grad(), alone.present.lending(alone.learner):
+        with torch.no_grad(), alone.present.lending():
             alone.gradients(batch, 0, log=False)
         if alone.missing:
             return list(alone.layout)[alone.missing[0]]

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fl_lightning.aggregation.metric_states import MetricStates
-from fl_lightning.client.client_trainer import ClientTrainer, StepRunner
-from fl_lightning.client.lent_objects import Lent
+from fl_lightning.client.client_trainer import ClientTrainer
 from fl_lightning.engines.engine import intra_op_threads
 from fl_lightning.engines.engine_context import EngineContext, LearnerCopies
 from fl_lightning.learner.buffers import buffer_values
 from fl_lightning.machine.random_state import random_state_kept
-
-if sys.platform == "linux":
-    import resource
 
 # Each step is timed this many times, and the shortest time counts: other work can only add to a
 # time.
@@ -38,7 +34,7 @@ class DryRun:
         self,
         copies: LearnerCopies,
         j: int = 0,
-        step_runner: StepRunner | None = None,
+        step_runner: Any = None,
         draws: bool = False,
     ) -> None:
         self.copies = copies
@@ -60,9 +56,12 @@ class DryRun:
         Returns:
             The client's model, its buffers and its logs, in a fixed order.
         """
-        with torch.no_grad(), self.worker, self._lending():
+        with torch.no_grad(), self.worker, self.copy.present.lending() as lent:
             round = self.context.round({client: steps}, self.buffers)
-            clients = self.worker.train(round, client)
+            try:
+                clients = self.worker.train(round, client)
+            finally:
+                self.wrote = self.wrote or lent.reached
             if isinstance(clients.metrics, MetricStates):
                 self.metrics.append(clients.metrics)
             self.logged = dict(clients.logs)
@@ -70,38 +69,21 @@ class DryRun:
             buffers = [buffer.clone() for buffer in clients.buffers.values()]
             return [self.copy.x.clone(), *buffers, *logs]
 
-    @contextmanager
-    def _lending(self) -> Iterator[None]:
-        """Within this context, what the steps write at the Trainer is noticed, and undone."""
-        with self.copy.present.lending(self.copy.learner) as lent:
-            try:
-                yield
-            finally:
-                self.wrote = self.wrote or lent.changed()
-
 
 def step_seconds(copies: LearnerCopies) -> float:
-    """Return the seconds of a local step on one thread, measured once, after earlier steps.
-
-    They are processor seconds, which other work on the machine hardly changes. If each step waits,
-    for example for a disk, they are the clock's.
+    """Return the processor seconds of a local step on one thread, measured once, after earlier
+    steps; other work on the machine hardly changes them.
     """
     if copies.step_seconds is None:
         client = copies.context.cohort.tried(0)[0]
         trial = DryRun(copies)
-        by_clock = []
-        of_processor = []
-        waits = []
+        seconds = []
         with intra_op_threads(1):
             for _ in range(TIMED):
-                before = waits_so_far()
-                clock = time.perf_counter()
-                processor = time.thread_time()
+                before = time.thread_time()
                 trial.run(client, 1)
-                of_processor.append(time.thread_time() - processor)
-                by_clock.append(time.perf_counter() - clock)
-                waits.append(waits_so_far() > before)
-        copies.step_seconds = min(by_clock if all(waits) else of_processor)
+                seconds.append(time.thread_time() - before)
+        copies.step_seconds = min(seconds)
     return copies.step_seconds
 
 
@@ -130,18 +112,16 @@ def measure_step(copies: LearnerCopies) -> bool:
     return True
 
 
-def waits_so_far() -> int:
-    """Return how often this thread waited; 0 if the system does not report it."""
-    if sys.platform != "linux":
-        return 0
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-
-
-def tried_apart(context: EngineContext) -> ExitStack:
-    """Within this context steps may be tried; generators and callbacks are restored afterwards."""
-    stack = ExitStack()
-    stack.enter_context(random_state_kept(context.w))
-    lent = Lent(context.learner)
-    lent.reach(*context.looking)
-    stack.callback(lent.undo)
-    return stack
+@contextmanager
+def tried_apart(context: EngineContext) -> Iterator[None]:
+    """Within this context steps may be tried; generators, and the attributes of callbacks that are
+    called with each batch, are restored afterwards.
+    """
+    before = [dict(vars(callback)) for callback in context.looking]
+    with random_state_kept(context.w):
+        try:
+            yield
+        finally:
+            for callback, attributes in zip(context.looking, before, strict=True):
+                vars(callback).clear()
+                vars(callback).update(attributes)

@@ -9,42 +9,32 @@ not pass, wherever it is stored.
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fl_lightning.aggregation import metric_states
 from fl_lightning.client.client_trainer import add_error_note
+from fl_lightning.client.flat_learner import FlatLearner
 from fl_lightning.client.step_hooks import clear
 from fl_lightning.engines.engine import intra_op_threads
 from fl_lightning.engines.engine_context import LearnerCopies
-from fl_lightning.engines.trials.batch_check import check_batch_sizes, first_line
 from fl_lightning.engines.trials.dry_run import DryRun
 from fl_lightning.errors import UserError
-from fl_lightning.learner.attributes import Attributes
+from fl_lightning.learner.attributes import Attributes, of_framework
+from fl_lightning.learner.buffers import buffer_values
 from fl_lightning.learner.layout import same_bits, trainable
-from fl_lightning.learner.modules import lightning_modules
+from fl_lightning.learner.modules import lightning_base
 from fl_lightning.machine.random_state import RandomState
 
-SIZES = re.compile(
-    r"shape|size|channel|out of bounds|out of range|dimension|must match", re.IGNORECASE
-)
 # Number of a client's steps that are tried if frozen parameters may be written, and if clients are
 # to train in parallel. It is a number and not a time, because the result decides about bits.
 FROZEN_STEPS = 20
 PROOF_STEPS = 30
-# Prefixes of the names of hooks that run on the global model, between clients' steps.
-BETWEEN = (
-    *("on_train_epoch_", "on_train_start", "on_train_end", "on_fit_", "on_save_checkpoint"),
-    *("on_validation_", "on_test_", "on_predict_", "validation_", "test_", "predict_"),
-)
 DRAWS = "its training_step draws random numbers (dropout, say)"
 READS = "its data set draws random numbers when a batch is read"
 UNSEEDED = (
@@ -53,7 +43,6 @@ UNSEEDED = (
     "interrupted. Let the dataset and its collate function draw from torch's, NumPy's or Python's "
     "global generator, or keep a torch.Generator, numpy.random.Generator or random.Random"
 )
-PACKAGE = __name__.split(".")[0]
 
 
 @dataclass(frozen=True)
@@ -99,15 +88,15 @@ def take_first_steps(copies: LearnerCopies) -> FirstSteps:
     global, a closure, its class) begins each run in the same way.
 
     Raises:
-        UserError: the batch is too small, a packaged network does not fit the data, or the step
-            assigns to a trainable parameter's ``data``.
+        UserError: the step assigns to a trainable parameter's ``data``.
         Exception: from the learner or the data, with a note about the place.
     """
     context = copies.context
     client = context.cohort.tried(0)[0]
-    name = type(context.learner).__name__
+    learner = context.learner
+    name = type(learner).__name__
     try:
-        trial = DryRun(copies)
+        copy = DryRun(copies).copy
     except Exception as error:
         return FirstSteps(untried=f"{name} cannot be copied ({type(error).__name__}: {error})")
     before = RandomState(context.w)
@@ -118,35 +107,33 @@ def take_first_steps(copies: LearnerCopies) -> FirstSteps:
     if not same_batch(batch, first_batch(copies, client)):
         text = "its data set gives another batch when the same one is read again"
         return FirstSteps(Reason(text, note=UNSEEDED))
-    clear([p for _, p in trainable(context.learner)])
+    before.restore()
+    clear([p for _, p in trainable(learner)])
     try:
-        with intra_op_threads(1):
-            if any(not p.requires_grad for p in trial.copy.learner.parameters()):
-                trial.run(client, min(context.cohort.steps(client), FROZEN_STEPS))
-                written = frozen_that_changed(context.learner, trial.copy.learner)
-                copies.treat_as_buffers(tuple(dict.fromkeys((*copies.as_buffers, *written))))
-                trial = DryRun(copies)
-            one_by_one = what_first_steps_keep(trial, before, drawn)
+        if any(not p.requires_grad for p in copy.learner.parameters()):
+            with intra_op_threads(1):
+                DryRun(copies).run(client, min(context.cohort.steps(client), FROZEN_STEPS))
+            written = frozen_that_changed(learner, copy.learner)
+            copies.treat_as_buffers(tuple(dict.fromkeys((*copies.as_buffers, *written))))
+            before.restore()
+        one_by_one = what_clients_share(copies, drawn)
     except UserError:
         raise
     except Exception as error:
         if context.hooks_first:
             text = f"a step before round 0 fails ({type(error).__name__}: {error})"
             return FirstSteps(untried=text)
-        check_batch_sizes(copies, failed=True)
-        raise explained(error, context.learner, client, batch) from (
-            error if explains(error, context.learner) else None
-        )
+        add_error_note(error, where(error, client, batch))
+        raise
     finally:
         before.restore()
-        trial.copy.reset()
-    check_tied(trial)
-    check_metrics(trial)
-    check_apart(context.learner)
-    if held_once := context.held_once(trial.copy.learner):
+        copy.reset()
+    check_tied(copy)
+    check_apart(learner)
+    if held_once := context.held_once(copy.learner):
         one_by_one = Reason(held_once)
-    untrained = len(trial.copy.missing) == len(trial.copy.parameters)
-    return FirstSteps(one_by_one, buffers=buffers_that_changed(trial), untrained=untrained)
+    untrained = len(copy.missing) == len(copy.parameters)
+    return FirstSteps(one_by_one, buffers=buffers_that_changed(copies, copy), untrained=untrained)
 
 
 def first_batch(copies: LearnerCopies, client: int) -> Any:
@@ -156,85 +143,64 @@ def first_batch(copies: LearnerCopies, client: int) -> Any:
     return next(iter(list(batches)))
 
 
-def what_first_steps_keep(trial: DryRun, before: RandomState, drawn: str) -> Reason | None:
-    """Take a client's first step before and after another client's, and compare.
+def what_clients_share(
+    copies: LearnerCopies, drawn: str = "", proof: bool = False
+) -> Reason | None:
+    """Return why a client's steps before and after others' rule out parallel training; None: they
+    allow it.
 
-    ``drawn``: what is known to draw random numbers; empty: nothing so far.
-    """
-    if drawn:
-        trial = DryRun(trial.copies, draws=True)
-    ids = trial.context.cohort.tried(0)
-    at_first = Attributes(trial.copy.learner)
-    bits = trial.run(ids[0], 1)
-    after_one = Attributes(trial.copy.learner)
-    trial.run(ids[-1], 1)
-    bits_again = trial.run(ids[0], 1)
-    if not drawn and before.drawn_since():
-        before.restore()
-        return what_first_steps_keep(trial, before, DRAWS)
-    if trial.wrote:
-        return writes(trial.copy.learner, trial.wrote)
-    kept = after_one.changed(Attributes(trial.copy.learner))
-    kept += read_between_rounds(trial.copy.learner, at_first.changed(after_one))
-    if kept:
-        return carried_over(kept[0])
-    # GPU kernels need not repeat their bits, so other bits there say nothing about the learner.
-    if not trial.context.w.is_cuda and not same(bits, bits_again):
-        return Reason("a client's step leaves other bits when another client comes first", True)
-    return Reason(drawn, draws=True) if drawn else None
-
-
-def compare_two_copies(copies: LearnerCopies, drawn: str = "") -> Reason | None:
-    """Return why steps on two copies rule out parallel training; None: they allow it.
-
-    ``drawn``: what is known to draw random numbers; empty: nothing so far.
+    Args:
+        drawn: what is known to draw random numbers; empty: nothing so far.
+        proof: take more steps, and the later ones on a second copy, as another worker would.
     """
     context = copies.context
     ids = context.cohort.tried(0)
-    steps = min(context.cohort.steps(ids[0]), PROOF_STEPS)
+    steps = min(context.cohort.steps(ids[0]), PROOF_STEPS) if proof else 1
     before = RandomState(context.w)
-    one = DryRun(copies, 0, draws=bool(drawn))
+    one = two = DryRun(copies, 0, draws=bool(drawn))
     at_first = Attributes(one.copy.learner)
-    trials = [one]
     try:
         with intra_op_threads(1):
             first = one.run(ids[0], steps)
             after_one = Attributes(one.copy.learner)
             changed = at_first.changed(after_one)
-            late = set(frozen_that_changed(context.learner, one.copy.learner))
-            if late := late - set(copies.as_buffers):
-                return Reason(f"its training_step changes {min(late)}, but not from the start")
-            # The second copy shares the frozen parameters with the learner, so it runs after that
-            # check.
-            two = DryRun(copies, 1, draws=bool(drawn))
-            trials.append(two)
+            if proof:
+                late = set(frozen_that_changed(context.learner, one.copy.learner))
+                if late := late - set(copies.as_buffers):
+                    return Reason(f"its training_step changes {min(late)}, but not from the start")
+                # The second copy shares the frozen parameters with the learner, so it runs after
+                # that check.
+                two = DryRun(copies, 1, draws=bool(drawn))
             two.run(ids[-1], 1)
-            # If something happens late in a round, it happens to the client with the most steps.
-            largest = context.largest()
-            two.run(largest, min(context.cohort.steps(largest), PROOF_STEPS))
+            if proof:
+                # If something happens late in a round, it happens to the client with the most
+                # steps.
+                largest = context.largest()
+                two.run(largest, min(context.cohort.steps(largest), PROOF_STEPS))
             second = two.run(ids[0], steps)
         if not drawn and before.drawn_since():
             before.restore()
-            return compare_two_copies(copies, DRAWS)
+            return what_clients_share(copies, DRAWS, proof)
         if wrote := one.wrote or two.wrote:
             return writes(one.copy.learner, wrote)
-        kept = set(after_one.changed(Attributes(two.copy.learner))) & set(changed)
-        kept.update(read_between_rounds(one.copy.learner, changed))
+        kept = after_one.changed(Attributes(two.copy.learner))
+        if proof:  # two copies may differ in what no step changes
+            kept = [name for name in kept if name in changed]
         if kept:
-            return carried_over(min(kept))
-        if not same(first, second):
+            text = f"its training_step changes {kept[0]}, which goes on from client to client"
+            return Reason(text, keeps=True)
+        if read := read_between_rounds(one.copy.learner, changed):
+            text = f"its training_step changes {read[0]}, which hooks between rounds may read"
+            return Reason(text, keeps=True)
+        # GPU kernels need not repeat their bits, so other bits of one copy say nothing of it.
+        if (proof or not context.w.is_cuda) and not same(first, second):
             text = "a client's steps leave other bits when another client comes first"
             return Reason(text, keeps=True)
         return Reason(drawn, draws=True) if drawn else None
     finally:
         before.restore()
-        for trial in trials:
+        for trial in (one, two):
             trial.copy.reset()
-
-
-def carried_over(name: str) -> Reason:
-    text = f"its training_step changes {name}, which goes on from client to client"
-    return Reason(text, keeps=True)
 
 
 def writes(learner: object, place: str) -> Reason:
@@ -253,30 +219,29 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def read_between_rounds(learner: Any, names: list[str]) -> list[str]:
-    """Return those attributes that a hook uses which runs on the global model, and not in a
-    step.
+    """Return those of these attributes that are a LightningModule's own.
+
+    Its hooks between clients' steps, such as validation, have the global model, and would find
+    there what no client's step has set.
     """
-    spoken: set[str] = set()
-    for part in lightning_modules(learner):
-        for kind in type(part).__mro__:
-            for function in vars(kind).values():
-                if isinstance(function, FunctionType) and function.__name__.startswith(BETWEEN):
-                    spoken.update(function.__code__.co_names)
-    return [name for name in names if name.rpartition(".")[2] in spoken]
+    parts = {place: part for place, part in learner.named_modules() if lightning_base(part)}
+    found = []
+    for full in names:
+        place, _, name = full.rpartition(".")
+        if place in parts and not of_framework(parts[place], name):
+            found.append(full)
+    return found
 
 
 def same_batch(one: Any, other: Any) -> bool:
     """Return whether the numbers in two batches' tensors and arrays are the same."""
-    for a, b in zip(tree_leaves(one), tree_leaves(other), strict=False):
-        if type(a) is not type(b) or not isinstance(a, Tensor | np.ndarray):
-            continue
-        if isinstance(a, np.ndarray):
-            # Arrays of text or objects hold no numbers to compare.
-            if a.dtype.kind in "biufc" and not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
-                return False
-        elif not same_bits(a, b):
-            return False
-    return True
+    pairs = zip(tree_leaves(one), tree_leaves(other), strict=False)
+    numbers = [pair for pair in pairs if all(map(is_numbers, pair))]
+    return all(same_bits(torch.as_tensor(a), torch.as_tensor(b)) for a, b in numbers)
+
+
+def is_numbers(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc")
 
 
 def frozen_that_changed(learner: Any, copied: Any) -> tuple[str, ...]:
@@ -286,24 +251,23 @@ def frozen_that_changed(learner: Any, copied: Any) -> tuple[str, ...]:
     return tuple(name for name, p in frozen if not same_bits(p.data, own[name].data))
 
 
-def buffers_that_changed(trial: DryRun) -> tuple[str, ...]:
-    """Return the names of buffers that differ from the trial's start."""
-    before = trial.buffers
+def buffers_that_changed(copies: LearnerCopies, copy: FlatLearner) -> tuple[str, ...]:
+    """Return the names of buffers that differ from the learner's."""
+    before = buffer_values(copies.context.learner, copies.as_buffers)
     changed = []
-    for name, value in trial.copy.buffers.items():
+    for name, value in copy.buffers.items():
         known = name in before and same_bits(value, before[name])
-        if not known and name not in trial.copy.as_buffers:
+        if not known and name not in copy.as_buffers:
             changed.append(name)
     return tuple(changed)
 
 
-def check_tied(trial: DryRun) -> None:
+def check_tied(copy: FlatLearner) -> None:
     """Refuse a learner whose step replaces the tensor of a trainable parameter.
 
     Raises:
         UserError: it names the parameter.
     """
-    copy = trial.copy
     views = copy.layout.views(copy.x.view(-1))
     for name, parameter, view in zip(copy.layout, copy.parameters, views, strict=True):
         if parameter.data_ptr() != view.data_ptr():
@@ -313,31 +277,6 @@ def check_tied(trial: DryRun) -> None:
                 "trained. Change it in place (…data.copy_(…), …data.clamp_(…)), or freeze it "
                 "(requires_grad_(False)) if only your code moves it."
             )
-
-
-def check_metrics(trial: DryRun) -> None:
-    """Refuse a metric of the learner that cannot be merged over clients, or be logged.
-
-    Raises:
-        UserError: it names the metric.
-    """
-    states = dict(enumerate(trial.metrics))
-    learner = trial.copy.learner
-    for name, value in metric_states.merged_into(learner, states).items():
-        each = [alone(learner, state, name) for state in states.values()]
-        if math.isnan(value) and not any(map(math.isnan, each)):
-            metric = metric_states.metrics_of(learner)[states[0].names[name]]
-            raise UserError(
-                f"learner {type(learner).__name__}: its metric {type(metric).__name__}, logged as "
-                f"{name}, is NaN after the states of two clients were merged, although each "
-                "client's value is a number. Log a number per step, or a metric whose states can "
-                "be merged."
-            )
-
-
-def alone(learner: Any, state: metric_states.MetricStates, name: str) -> float:
-    """Return the value that a metric has of one client."""
-    return metric_states.merged_into(learner, {0: state}, lambda text: None).get(name, math.nan)
 
 
 def check_apart(learner: Any) -> None:
@@ -360,20 +299,9 @@ def check_apart(learner: Any) -> None:
             )
 
 
-def explains(error: Exception, learner: Any) -> bool:
-    """Return whether an error shows that a packaged network does not fit the data's sizes or
-    classes.
-    """
-    parts = lightning_modules(learner)
-    packaged = all(type(part).__module__.split(".")[0] == PACKAGE for part in parts)
-    of_sizes = isinstance(error, RuntimeError | IndexError | ValueError)
-    return packaged and of_sizes and bool(SIZES.search(str(error)))
-
-
 def described(batch: Any) -> str:
     """Return shape and type of a batch's tensors, with the keys of mappings.
 
-    >>> import torch
     >>> described((torch.zeros(4, 2), {"mask": torch.ones(4, dtype=torch.bool)}))
     '(4, 2) float32, mask: (4,) bool'
     """
@@ -387,26 +315,15 @@ def described(batch: Any) -> str:
     return ""
 
 
-def explained(error: Exception, learner: Any, client: int, batch: Any) -> Exception:
-    """Return the learner's own error with a note, or a UserError if a packaged network is the
-    cause.
-    """
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    where = f"client {client}'s first batch ({described(batch)})"
-    if not explains(error, learner):
-        met = f"met before round 0, in a first local step on a copy: {where}; nothing was started"
-        if isinstance(error, AttributeError):
-            met += (
-                ". A lambda or a closure that refers to the learner (a forward hook, say) does so "
-                "in a copy too, so what it keeps is not the copy's: use a method in its place"
-            )
-        add_error_note(error, met)
-        return error
-    network = type(getattr(learner, "network", learner)).__name__
-    labels = [t for t in tensors if not t.is_floating_point() and t.numel()]
-    told = f", labels from {int(labels[-1].min())} to {int(labels[-1].max())}" if labels else ""
-    return UserError(
-        f"the network {network} does not fit the data: a step on {where}{told} says: "
-        f"{first_line(error)}. Choose the network's sizes and num_classes, or the data, so that "
-        "they fit. Nothing was started."
+def where(error: Exception, client: int, batch: Any) -> str:
+    """Return the note about the place of a learner's error before round 0."""
+    met = (
+        "met before round 0, in a first local step on a copy: "
+        f"client {client}'s first batch ({described(batch)}); nothing was started"
     )
+    if isinstance(error, AttributeError):
+        met += (
+            ". A lambda or a closure that refers to the learner (a forward hook, say) does so in a "
+            "copy too, so what it keeps is not the copy's: use a method in its place"
+        )
+    return met

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from fl_lightning.accepted import AtLeast, NonNegativeInt, PositiveFloat, PositiveInt, check
 from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.arguments import ArgumentParser
 from fl_lightning.metrics import comma_separated
@@ -35,39 +36,46 @@ def parser() -> ArgumentParser:
         "runs", nargs="+", type=Path, metavar="RUN", help="a run's folder or checkpoint"
     )
     made.add_argument("--out", type=named, help="where to write (default: the first run's folder)")
-    made.add_argument(
-        "--samples",
-        default="2000",
-        help="number of the clients' samples, drawn by the run's seed, or all "
-        "(default: %(default)s)",
-    )
-    made.add_argument(
-        "--tolerance",
-        default="1e-3",
-        help="hessian: relative tolerance of the eigenvalue (default: %(default)s)",
-    )
-    made.add_argument(
-        "--probes",
-        default="100",
-        help="hessian: number of random vectors for the trace (default: %(default)s)",
-    )
-    made.add_argument(
-        "--points",
-        default="21",
-        help="landscape: points per side, an odd number (default: %(default)s)",
-    )
-    made.add_argument(
-        "--range",
-        default="1",
-        help="landscape: distance from the model to each side, in norms of the model's filters "
-        "(default: %(default)s)",
-    )
-    made.add_argument(
-        "--directions",
-        default="0",
-        help="landscape: seed of the directions (default: %(default)s)",
-    )
+    for name, (kind, default, words) in _OPTIONS.items():
+        made.add_argument(
+            f"--{name}", type=kind, default=default, help=f"{words} (default: %(default)s)"
+        )
     return made
+
+
+def _samples(text: str) -> int | None:
+    return None if text == "all" else int(text)
+
+
+# Option → its type, its default, and what it is.
+_OPTIONS: dict[str, tuple[Any, Any, str]] = {
+    "samples": (
+        _samples,
+        2000,
+        "number of the clients' samples, drawn by the run's seed, or all",
+    ),
+    "tolerance": (float, 1e-3, "hessian: relative tolerance of the eigenvalue"),
+    "probes": (int, 100, "hessian: number of random vectors for the trace"),
+    "points": (
+        int,
+        21,
+        "landscape: points per side; an even number gets one more, so that one is the model",
+    ),
+    "range": (
+        float,
+        1.0,
+        "landscape: distance from the model to each side, in norms of the model's filters",
+    ),
+    "directions": (int, 0, "landscape: seed of the directions"),
+}
+_ACCEPTED: dict[str, Any] = {
+    "samples": PositiveInt | None,
+    "tolerance": PositiveFloat,
+    "probes": Annotated[int, AtLeast(2)],
+    "points": Annotated[int, AtLeast(3)],
+    "range": PositiveFloat,
+    "directions": NonNegativeInt,
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -77,7 +85,10 @@ def main(argv: Sequence[str]) -> int:
         UserError: the user has to correct something; nothing has been written.
     """
     options = parser().parse_args(list(argv))
-    samples = None if options.samples == "all" else _number(options, "samples", 1)
+    for name, hint in _ACCEPTED.items():
+        check(f"analyse --{name}", getattr(options, name), hint)
+    # One of the points is the model.
+    options.points += 1 - options.points % 2
     most = 1 if options.what == "hessian" else 2
     if len(options.runs) > most:
         raise UserError(
@@ -89,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
 
     quiet()
     measure = _hessian if options.what == "hessian" else _landscape
-    whole, rows, picture, lines = measure(options, samples)
+    whole, rows, picture, lines = measure(options)
     first = options.runs[0]
     # A checkpoint lies in its run's folder.
     above = first.absolute().parents
@@ -112,20 +123,18 @@ def main(argv: Sequence[str]) -> int:
 Result = tuple[dict[str, Any], list[list[Any]], bytes, list[str]]
 
 
-def _hessian(options: Namespace, samples: int | None) -> Result:
-    tolerance = _number(options, "tolerance", 0, whole=False)
-    probes = _number(options, "probes", 2)
+def _hessian(options: Namespace) -> Result:
     from fl_lightning.evaluation.curvature import Hessian, measure_with_vector
     from fl_lightning.lab.analysis import plots
+    from fl_lightning.lab.analysis.landscape import along_top
     from fl_lightning.lab.analysis.opened import opened
-    from fl_lightning.lab.analysis.slices import along_top
 
     run = opened(options.runs[0])
     # Second derivatives in half precision would be mostly rounding error.
     evaluator = run.evaluator(exact=True)
-    subset = run.samples(samples, "hessian")
+    subset = run.samples(options.samples, "hessian")
     hessian = Hessian(evaluator, run.vector, subset)
-    curvature, vector = measure_with_vector(hessian, tolerance, probes, run.seed)
+    curvature, vector = measure_with_vector(hessian, options.tolerance, options.probes, run.seed)
     here = evaluator.mean(run.vector, subset)
     values: dict[str, Any] = {
         "run": str(run.folder),
@@ -136,8 +145,8 @@ def _hessian(options: Namespace, samples: int | None) -> Result:
         "samples": here.samples,
         "loss": here.loss,
         **{name: finite(value) for name, value in vars(curvature).items()},
-        "tolerance": tolerance,
-        "probes": probes,
+        "tolerance": options.tolerance,
+        "probes": options.probes,
     }
     steps, losses = along_top(run, evaluator, subset, vector, curvature.top_eigenvalue)
     along = {"steps": steps, "losses": list(map(finite, losses))}
@@ -154,22 +163,15 @@ def _hessian(options: Namespace, samples: int | None) -> Result:
     return {**values, "slice": along}, rows, picture, lines
 
 
-def _landscape(options: Namespace, samples: int | None) -> Result:
-    points = _number(options, "points", 3)
-    reach = _number(options, "range", 0, whole=False)
-    if points % 2 == 0:
-        raise UserError(
-            f"analyse landscape --points {points}: give an odd number, so that one of the points "
-            "is the model."
-        )
-    seed = _number(options, "directions", 0)
+def _landscape(options: Namespace) -> Result:
     from fl_lightning.lab.analysis import plots
     from fl_lightning.lab.analysis.landscape import landscape
     from fl_lightning.lab.analysis.opened import opened
 
     # Open all runs before measuring the first, so that a mistake in the second is reported at once.
     runs = [opened(path) for path in options.runs]
-    landscapes = [landscape(run, points, reach, samples, seed) for run in runs]
+    given = (options.points, options.range, options.samples, options.directions)
+    landscapes = [landscape(run, *given) for run in runs]
     steps = landscapes[0].steps.tolist()
     # Each row of the table is one point of the plane.
     rows: list[list[Any]] = [["run", "a", "b", "loss"]]
@@ -190,24 +192,15 @@ def _landscape(options: Namespace, samples: int | None) -> Result:
             }
         )
         lines.append(f"{one.run.folder}: loss {one.loss:.6g} on {one.samples:,} samples")
-    whole = {"directions": seed, "normalised": "filter", "steps": steps, "runs": described}
+    whole = {
+        "directions": options.directions,
+        "normalised": "filter",
+        "steps": steps,
+        "runs": described,
+    }
     return whole, rows, plots.landscapes(landscapes), lines
 
 
 def finite(value: Any) -> Any:
     """Return a number, or None for one that JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _number(options: Namespace, name: str, least: int, whole: bool = True) -> Any:
-    text = getattr(options, name)
-    kind: Callable[[str], Any] = int if whole else float
-    try:
-        value = kind(text)
-    except ValueError:
-        value = None
-    if value is None or value < least or (not whole and not 0 < value < math.inf):
-        accepted = f"a whole number of at least {least}" if whole else "a number above 0"
-        other = " or all" if name == "samples" else ""
-        raise UserError(f"analyse --{name} {text}: give {accepted}{other}.")
-    return value

@@ -1,4 +1,4 @@
-"""The loss around a model, on a plane of two random directions.
+"""The loss around a model: on a plane of two random directions, and along an eigenvector.
 
 H. Li, Z. Xu, G. Taylor, C. Studer, T. Goldstein: Visualizing the Loss Landscape of Neural Nets
 (NeurIPS 2018), arXiv:1712.09913: each filter of a direction gets the norm of the model's filter at
@@ -8,6 +8,7 @@ network and one with scaled weights show the same landscape.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,11 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fl_lightning.evaluation.curvature import Vector
+from fl_lightning.evaluation.evaluator import Evaluator, Samples
 from fl_lightning.lab.analysis.opened import Opened
 from fl_lightning.learner.layout import Layout
 from fl_lightning.sampling import generator
 
 Grid = NDArray[np.float64]
+# Points along an eigenvector.
+SLICE = 41
 
 
 @dataclass(frozen=True)
@@ -84,3 +89,28 @@ def landscape(run: Opened, points: int, reach: float, samples: int | None, seed:
             losses[i, j] = evaluator.mean_of(w + a * first + b * second, shares).loss
     here = evaluator.mean(w, chosen)
     return Landscape(run, steps, losses, here.loss, here.samples)
+
+
+def along_top(
+    run: Opened, evaluator: Evaluator, samples: Samples, vector: Vector, eigenvalue: float
+) -> tuple[list[float], list[float]]:
+    """Return steps s and the losses at w + s v, for the first eigenvector v of the Hessian.
+
+    The steps end where the parabola has risen by the loss itself, or at ‖w‖.
+    """
+    w = run.vector
+    # Make the batches once and keep them for all steps.
+    shares = evaluator.shares(samples, evaluator.size(w, samples), keep=True)
+    loss = evaluator.mean_of(w, shares).loss
+    norm = float(w.norm())
+    rise = norm
+    if eigenvalue and math.isfinite(eigenvalue):
+        rise = math.sqrt(2 * max(loss, 1e-6) / abs(eigenvalue))
+    # A step longer than ‖w‖ leaves nothing of the model.
+    reach = min(rise, norm) if norm > 0 else rise
+    direction = torch.from_numpy(vector).to(w)
+    # The middle has to be exactly the model, without a rounding error.
+    steps = np.linspace(-reach, reach, SLICE)
+    steps[SLICE // 2] = 0.0
+    losses = [evaluator.mean_of(w + float(s) * direction, shares).loss for s in steps]
+    return [float(s) for s in steps], losses

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.checkpoint import held_in, load_buffers
+from fl_lightning.checkpoint import load_buffers
 from fl_lightning.engines.engine_context import conversion, forward_context
+from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.errors import UserError
-from fl_lightning.evaluation.evaluator import Evaluator
-from fl_lightning.evaluation.measured_samples import Samples, drawn
+from fl_lightning.evaluation.evaluator import Evaluator, Samples, drawn
 from fl_lightning.lab.analysis.results import Run
 from fl_lightning.learner.layout import Layout, flatten, trainable
 from fl_lightning.learner.modules import lightning_modules
 from fl_lightning.machine.device_memory import prepare_process
+from fl_lightning.storage.rows_on_disk import KEY
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ def opened(path: Path) -> Opened:
             f"analyse {path}: this run has no checkpoint yet ({run.checkpoint_path} is missing). "
             "Give a run that completed a round."
         )
-    held = held_in(run.checkpoint, "seed", "rounds", "engine")
+    held = run.checkpoint.get(KEY, {})
+    plan = EnginePlan.from_dict(held.get("engine"))
     built = run.built
     device = built.trainer.strategy.root_device
     prepare_process(device)
@@ -117,5 +119,5 @@ def opened(path: Path) -> Opened:
         learner,
         run.data,
         built.trainer,
-        () if held.get("engine") is None else held["engine"].as_buffers,
+        () if plan is None else plan.as_buffers,
     )

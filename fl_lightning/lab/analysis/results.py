@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from fl_lightning.checkpoint import held_in, load_buffers
+from fl_lightning.checkpoint import load_buffers
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.evaluation.personal_models import check_partition, split_by_run
 from fl_lightning.introspection.init_args import made
@@ -23,25 +22,7 @@ from fl_lightning.metrics import Metrics, read_modes, read_record
 from fl_lightning.storage import site_journal
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.client_store import ClientStore
-
-
-class Indices(Sequence[Any]):
-    """The sample indices of each client, computed on request."""
-
-    def __init__(self, datamodule: Any) -> None:
-        self._datamodule = datamodule
-
-    def __repr__(self) -> str:
-        return f"Indices({len(self)} clients, {sum(map(len, self))} samples)"
-
-    def __len__(self) -> int:
-        return int(self._datamodule.num_clients)
-
-    def __getitem__(self, client: Any) -> Any:
-        if isinstance(client, slice):
-            return [self[i] for i in range(len(self))[client]]
-        return self._datamodule.client_indices(range(len(self))[client])
-
+from fl_lightning.storage.rows_on_disk import KEY
 
 # A run's folder has at least one of these; the last one is in the folder of a site's run.
 OF_A_RUN = ("run.json", "config.yaml", "metrics.csv", "checkpoints", site_journal.JOURNAL)
@@ -67,15 +48,10 @@ class Run:
         self._asked_for = checkpoint
         self._learner = learner
         self._data = data
-        if not self.folder.is_dir():
-            raise UserError(
-                f"load({str(folder)!r}): there is no such folder. Give that of a run, such as "
-                "runs/x."
-            )
         if not any((self.folder / name).exists() for name in OF_A_RUN):
             raise UserError(
-                f"load({str(folder)!r}): this is not a run's folder. fl-lightning fit makes one; "
-                "for a run from Python give the Trainer the callback RunFolder('runs/mine')."
+                f"load({str(folder)!r}): there is no run's folder here. fl-lightning fit makes "
+                "one; for a run from Python give the Trainer the callback RunFolder('runs/mine')."
             )
 
     def __repr__(self) -> str:
@@ -109,7 +85,7 @@ class Run:
     def _store(self) -> ClientStore:
         if (self.folder / site_journal.JOURNAL).is_file():
             return site_journal.latest(self.folder)
-        held = held_in(self.checkpoint, "clients", "folders")
+        held = self.checkpoint.get(KEY, {})
         folders = [self.checkpoint_path.parent / folder for folder in held.get("folders", ())]
         folders.append(self.folder / "state")
         store = ClientStore()
@@ -123,7 +99,7 @@ class Run:
         last round.
 
         Raises:
-            UserError: no client has a row of that name, or the run has no such client.
+            UserError: no client has a row of that name.
         """
         names = [n for n in self._store.names() if not n.startswith(site_journal.STAGED)]
         if name not in names:
@@ -132,21 +108,7 @@ class Run:
                 f"There are: {', '.join(names) or 'none'}."
             )
         row = self._store.read(name, client)
-        if row is None:
-            self._check_client(client)
-            return None
-        return row.clone()
-
-    def _check_client(self, client: int) -> None:
-        """Refuse the number of a client that the run does not have, if the run's data can be
-        built.
-        """
-        try:
-            m = len(self.partition)
-        except UserError:
-            return
-        if not 0 <= client < m:
-            raise UserError(f"client {client}: there are {m} clients, numbered from 0 to {m - 1}.")
+        return None if row is None else row.clone()
 
     @cached_property
     def learner(self) -> pl.LightningModule:
@@ -163,10 +125,10 @@ class Run:
         learner.eval()
         return learner
 
-    @property
-    def partition(self) -> Sequence[Any]:
+    @cached_property
+    def partition(self) -> list[Any]:
         """Return the indices of the training samples of each client."""
-        return Indices(self.data)
+        return [self.data.client_indices(client) for client in range(self.data.num_clients)]
 
     @cached_property
     def data(self) -> Any:

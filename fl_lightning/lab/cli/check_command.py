@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.errors import UserError
 
 USAGE = """usage: fl-lightning check CLASS [--OPTION VALUE ...]
 
@@ -35,21 +35,12 @@ def main(argv: Sequence[str]) -> int:
 
     from fl_lightning.accepted import words_of
     from fl_lightning.lab.cli.classes import hint_of, listed, method_class, parameters
-    from fl_lightning.lab.cli.compose import options_of
     from fl_lightning.lab.cli.wrong_settings import place
     from fl_lightning.testing import check_method
 
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     cls = method_class(argv[0])
-    for flag, _ in options_of(argv[1:]):
-        option = flag.removeprefix("--").partition(".")[0]
-        if option not in ("help", *parameters(cls)):
-            raise UserError(
-                f"check {argv[0]} --{option}: {cls.__name__} has no such argument."
-                f"{suggest(option, parameters(cls))} "
-                f"Accepted: {listed(parameters(cls)) or 'none'}."
-            )
     parser = ArgumentParser(prog=f"fl-lightning check {argv[0]}", exit_on_error=False)
     parser.add_class_arguments(cls, instantiate=False)
     try:
@@ -60,8 +51,11 @@ def main(argv: Sequence[str]) -> int:
     except (ArgumentError, argparse.ArgumentError) as error:
         option, told = place(str(error))
         if hint := hint_of(cls, option):
-            told = f"it has to be {words_of(hint)}."
-        raise UserError(f"check {argv[0]} --{option}: {told}") from None
+            told = f"--{option} has to be {words_of(hint)}."
+        accepted = listed(parameters(cls)) or "none"
+        raise UserError(
+            f"check {argv[0]}: {told.rstrip('.')}. Its arguments: {accepted}."
+        ) from None
     # The contracts also build the method with other settings, such as its neutral one.
     report = check_method(lambda **arguments: cls(**{**options, **arguments}))
     print(report)

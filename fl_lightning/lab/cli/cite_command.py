@@ -9,12 +9,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from yaml import YAMLError
-
 from fl_lightning.errors import UserError
 from fl_lightning.introspection.papers import Paper, declared
 from fl_lightning.lab.cli.arguments import ArgumentParser
-from fl_lightning.lab.cli.compose import as_list, class_name, is_file, parse_yaml
+from fl_lightning.lab.cli.compose import as_list, class_name, is_file, read
 
 DESCRIPTION = """Print BibTeX of the methods and the data of a run, and of this program."""
 
@@ -41,16 +39,7 @@ def main(argv: Sequence[str]) -> int:
     run: Path = parser.parse_args(list(argv)).run
     if not is_file(run / "config.yaml"):
         raise UserError(f"cite {run}: not a run's folder (it has no config.yaml).")
-    try:
-        config = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
-        text = cited(config if isinstance(config, dict) else {})
-    # If the file is not a config, it may fail as text, as YAML, or because of its content.
-    except (YAMLError, UnicodeDecodeError, AttributeError, TypeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"cite {run}: this config.yaml does not belong to a run ({reason})."
-        ) from None
-    print(text)
+    print(cited(read(str(run / "config.yaml"))))
     return 0
 
 
@@ -63,18 +52,28 @@ def cited(config: Mapping[str, Any]) -> str:
     """
     unknown = []
     methods = {class_name(method) for method in as_list(config.get("method"))}
-    keys = ["mcmahan2017fedavg", *_of_server_momentum(config.get("model") or {}, methods)]
+    model = config.get("model") or {}
+    learner = model.get("learner") or {}
+    keys = ["mcmahan2017fedavg", *_of_server_momentum(model, methods)]
+    # FedAvg on adapters is FedIT.
+    if not methods and isinstance(learner, dict) and (learner.get("init_args") or {}).get("lora"):
+        keys.append("zhang2024fedit")
+    papers = declared("paper")
     for part in _parts(config):
-        found = _keys(part, methods)
+        name = class_name(part)
+        arguments = part.get("init_args") or {} if isinstance(part, dict) else {}
+        paper: Paper = papers.get(name, Paper())
+        found = paper.cited(arguments, methods)
         keys += found
-        if not found and class_name(part) not in _PLAIN:
-            unknown.append(f"% {class_name(part)}: no reference is known here")
+        # Packaged classes without a paper only measure or simulate.
+        path = str(part.get("class_path") if isinstance(part, dict) else part)
+        others = name in papers or not path.startswith("fl_lightning.")
+        if not found and name not in _PLAIN and others:
+            unknown.append(f"% {name}: no reference is known here")
     entries = references()
     blocks = [entries[key] for key in dict.fromkeys(keys)]
-    lines = "\n".join(dict.fromkeys(unknown))
-    return "\n\n".join(
-        filter(None, [lines, *blocks, _OURS.format(version=version("fl-lightning"))])
-    )
+    blocks.append(_OURS.format(version=version("fl-lightning")))
+    return "\n\n".join(filter(None, ["\n".join(dict.fromkeys(unknown)), *blocks]))
 
 
 def references() -> dict[str, str]:
@@ -90,9 +89,7 @@ def _parts(config: Mapping[str, Any]) -> Iterator[Any]:
     if asynchronous := model.get("asynchronous"):
         given = asynchronous.get("init_args") or asynchronous
         yield {"class_path": "Buffered", "init_args": given}
-    for method in as_list(config.get("method")):
-        if _keys(method, ()) or _is_method(method):
-            yield method
+    yield from as_list(config.get("method"))
     data = config.get("data") or {}
     arguments = data.get("init_args") or {} if isinstance(data, dict) else {}
     for part in (model.get("server_optimizer"), data, arguments.get("partition")):
@@ -116,21 +113,3 @@ def _of_server_momentum(model: Mapping[str, Any], methods: Collection[str]) -> l
         return ["douillard2023diloco", "therien2025muloco"]
     of_clients = class_name(model.get("client_optimizer") or {})
     return ["douillard2023diloco"] if of_clients == "AdamW" else []
-
-
-def _is_method(method: Any) -> bool:
-    """Return whether runs are named after this callback, as its class says."""
-    # This imports torch, so it is used only for methods without a known reference.
-    from fl_lightning.lab.cli.classes import method_class
-
-    try:
-        return method_class(method).is_method()
-    except UserError:
-        return True
-
-
-def _keys(part: Any, others: Collection[str]) -> list[str]:
-    """Return the papers of a class with its arguments; ``others`` are the run's other classes."""
-    arguments = part.get("init_args") or {} if isinstance(part, dict) else {}
-    paper: Paper = declared("paper").get(class_name(part), Paper())
-    return paper.cited(arguments, others)

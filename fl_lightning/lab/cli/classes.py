@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import typing
 from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from fl_lightning.callback import FederatedCallback
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.lab.cli.compose import class_name, packaged
 from fl_lightning.lab.cli.plugins import classes
+from fl_lightning.machine.federated_strategy import FederatedStrategy
 
 # Callbacks of every run, and base classes: nobody names them in a config.
 _INTERNAL = (
@@ -42,6 +45,7 @@ def names_of_ours() -> dict[str, str]:
         fl_lightning.schedules,
     )
     names = dict(classes())
+    names["federated"] = f"{FederatedStrategy.__module__}.{FederatedStrategy.__name__}"
     for module in modules:
         # Some names are imported only when they are read, so `vars` would not list them.
         for name in dir(module):
@@ -51,25 +55,39 @@ def names_of_ours() -> dict[str, str]:
     return names
 
 
+# Libraries whose networks are written as timm:resnet18, and our classes for them.
+_LIBRARIES = {"timm": "fl_lightning.models.Timm", "torchvision": "fl_lightning.models.Torchvision"}
+
+
+def whole_path(name: str) -> str:
+    """Return the class path of a bare or deprecated name of ours; any other name as it is."""
+    module, _, bare = name.rpartition(".")
+    if module in ("", "fl_lightning.models") and bare in fl_lightning.models.DEPRECATED:
+        name = getattr(fl_lightning.models, bare).__name__  # warns
+    return names_of_ours().get(name, name)
+
+
 def full_paths(config: dict[str, Any]) -> dict[str, Any]:
-    """Complete ``class_path: MLP`` or ``network: MLP`` to ours, even if torchvision has an MLP
-    too.
+    """Complete ``class_path: MLP`` or ``network: MLP`` to ours, even if torchvision has an MLP.
+
+    ``network: timm:resnet18`` becomes a :class:`~fl_lightning.models.Timm` with this name.
     """
-    ours = names_of_ours()
 
-    def walk(node: Any) -> Any:
-        if isinstance(node, list):
-            return [walk(item) for item in node]
-        if isinstance(node, dict):
-            return {key: completed(key, value) for key, value in node.items()}
-        return node
-
-    def completed(key: Any, value: Any) -> Any:
+    def whole(key: Any, value: Any) -> Any:
+        path = value.get("class_path") if isinstance(value, dict) else value
+        library, colon, name = path.partition(":") if isinstance(path, str) else ("", "", "")
+        if key == "network" and colon and library in _LIBRARIES:
+            given = (value.get("init_args") or {}) if isinstance(value, dict) else {}
+            value = {"class_path": _LIBRARIES[library], "init_args": {**given, "name": name}}
         if key in ("class_path", "learner", "network") and isinstance(value, str):
-            return ours.get(value, value)
-        return walk(value)
+            return whole_path(value)
+        if isinstance(value, list):
+            return [whole(None, item) for item in value]
+        if isinstance(value, dict):
+            return {inner: whole(inner, item) for inner, item in value.items()}
+        return value
 
-    return {key: walk(value) for key, value in config.items()}
+    return {key: whole(None, value) for key, value in config.items()}
 
 
 def class_of(node: Any) -> Any:
@@ -90,19 +108,20 @@ def named(node: Any, base: type = object) -> Any:
     path = node.get("class_path") if isinstance(node, dict) else node
     if "." in str(path):
         return class_of(node)
-    return class_of(names_of_ours().get(name)) or subclasses(base).get(name)
+    return class_of(whole_path(name)) or subclasses(base).get(name)
 
 
 def parameters(made: Any) -> list[str]:
     """Return the names of what ``made(...)`` accepts, through ``**kwargs`` to its base classes."""
     if not isinstance(made, type):
         return [parameter.name for parameter in _signature(made)]
-    names: list[str] = []
+    names: dict[str, None] = {}
     for _, accepted in _inits(made):
-        names += [p.name for p in accepted if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        if all(p.kind != p.VAR_KEYWORD for p in accepted):
+        kinds = {p.kind for p in accepted}
+        names |= {p.name: None for p in accepted if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
             break
-    return list(dict.fromkeys(names))
+    return list(names)
 
 
 def _inits(cls: type) -> Iterator[tuple[Any, list[inspect.Parameter]]]:
@@ -123,13 +142,11 @@ def _signature(function: Any) -> list[inspect.Parameter]:
 
 def needed(made: Any) -> list[str]:
     """Return the arguments without which ``made(...)`` cannot be called by a config."""
-    found = [accepted for _, accepted in _inits(made)] if isinstance(made, type) else []
-    first = found[0] if found else []
+    (_, first) = next(_inits(made), (None, [])) if isinstance(made, type) else (None, [])
     # An optimizer gets its parameters from the run.
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [
-        p.name for p in first if p.default is p.empty and p.kind in kinds and p.name != "params"
-    ]
+    given = [p for p in first if p.kind in kinds and p.name != "params"]
+    return [p.name for p in given if p.default is p.empty]
 
 
 def hint_of(made: Any, name: str) -> Any:
@@ -159,10 +176,7 @@ def classes_in(hint: Any) -> list[type]:
     inner = typing.get_args(hint)
     if inner and isinstance(inner[0], list):
         inner = inner[1:]  # those before it are the arguments of a function
-    found: list[type] = []
-    for each in inner:
-        found += classes_in(each)
-    return found
+    return list(chain(*map(classes_in, inner)))
 
 
 def subclasses(base: type) -> dict[str, type]:
@@ -174,8 +188,7 @@ def subclasses(base: type) -> dict[str, type]:
         return {}
     by_name: dict[str, type] = {}
     waiting: list[type] = list(base.__subclasses__())
-    while waiting:
-        cls = waiting.pop()
+    for cls in waiting:
         waiting += cls.__subclasses__()
         ours = cls.__module__.startswith("fl_lightning.")
         if not cls.__name__.startswith("_") and (ours or cls.__name__ not in by_name):
@@ -185,14 +198,14 @@ def subclasses(base: type) -> dict[str, type]:
 
 def choices(base: type) -> list[str]:
     """Return the names to offer where a ``base`` is wanted."""
-    names = []
-    for name, cls in subclasses(base).items():
-        # Torch has hundreds of networks, so only those of this package are offered.
-        module = cls.__module__
-        hidden = issubclass(base, torch.nn.Module) and not module.startswith("fl_lightning.models")
-        if not hidden and module not in _INTERNAL:
-            names.append(name)
-    return sorted(names)
+    # Torch has hundreds of networks, so only those of this package are offered.
+    networks = issubclass(base, torch.nn.Module)
+    return sorted(
+        name
+        for name, cls in subclasses(base).items()
+        if cls.__module__ not in _INTERNAL
+        and (not networks or cls.__module__.startswith("fl_lightning.models"))
+    )
 
 
 def listed(names: Iterable[str]) -> str:
@@ -207,36 +220,32 @@ def method_class(item: Any) -> type[FederatedCallback]:
     Raises:
         UserError: it cannot be found; the error lists accepted names.
     """
-    path = item.get("class_path") if isinstance(item, dict) else item
-    # This imports plugins, so that their methods are known too.
-    names_of_ours()
-    known = subclasses(FederatedCallback)
-    # A callback that only measures or simulates is not a method, although the list accepts it.
-    methods = [c for c in known.values() if issubclass(c, FederatedCallback) and c.is_method()]
-    names = listed(sorted(c.__name__ for c in methods))
-    accepted = f"Accepted: {names}, or my_module.MyClass of a file my_module.py here."
-    if not isinstance(path, str):
-        raise UserError(f"method: {item!r} names no class. {accepted}")
-    if "." in path:
-        module, _, name = path.rpartition(".")
-        own: Any = None
-        try:
-            own = importlib.import_module(module)
-            cls = getattr(own, name)
-        except (ImportError, AttributeError) as error:
-            hint = suggest(name, known if own is None else [*vars(own), *known])
-            raise UserError(
-                f"method: {path!r} cannot be imported: {error}.{hint} {accepted}"
-            ) from None
-    else:
-        cls = known.get(path)
-    if not (isinstance(cls, type) and issubclass(cls, FederatedCallback)):
-        problem = "is not a FederatedCallback" if cls is not None else "no such method"
-        configs = [name[7:] for name in packaged() if name.startswith("method/")]
-        if path.lower() in configs:
-            problem = f"no class of this name; it is a config: -c method/{path.lower()}"
-        hint = suggest(path, known)
-        if not hint and path.lower() not in configs:
-            hint = suggest(path.lower(), configs).replace("'", "-c method/", 1).replace("'", "")
-        raise UserError(f"method: {path!r}: {problem}.{hint} {accepted}")
-    return cls
+    cls = named(item, FederatedCallback)
+    if isinstance(cls, type) and issubclass(cls, FederatedCallback):
+        return cls
+    path = str(item.get("class_path") if isinstance(item, dict) else item)
+    if cls is not None:
+        raise UserError(f"method: {path!r} is not a FederatedCallback.")
+    raise UserError(no_class(path, FederatedCallback, "method"))
+
+
+def no_class(name: str, base: type, path: str) -> str:
+    """Return the paragraph for the name of a class that cannot be found."""
+    offered = choices(base)
+    hint = suggest(class_name(name), offered)
+    if path == "method":
+        configs = [config[7:] for config in packaged() if config.startswith("method/")]
+        cutoff = 0.95 if hint else 0.6
+        for near in difflib.get_close_matches(class_name(name).lower(), configs, 1, cutoff):
+            hint = f" The config is -c method/{near}."
+    if "." not in name:
+        accepted = f" Accepted: {listed(offered)}, or a path such as my_module.MyClass."
+        return f"{path}: there is no class {name!r}.{hint}{accepted if offered else ''}"
+    try:
+        module = importlib.import_module(name.rpartition(".")[0])
+        reason = f"the module has no class {class_name(name)}"
+        hint = suggest(class_name(name), vars(module)) or hint
+    except Exception as error:
+        # The user's own module may raise anything.
+        reason = " ".join(str(error).split())[:200]
+    return f"{path}: {name!r} cannot be used: {reason}.{hint}"

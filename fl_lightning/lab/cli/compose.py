@@ -9,37 +9,32 @@ configs is replaced by that of any other config, in either order.
 
 from __future__ import annotations
 
-import os
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from importlib.resources import files
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from fl_lightning.accepted import check
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.lab.cli.plugins import config_folders
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
-# The deepest nesting of mappings and lists.
-_DEEPEST = 50
-
 TOP_LEVEL = (
-    "seed_everything",
-    "trainer",
-    "model",
-    "data",
-    "method",
-    "ckpt_path",
-    "monitor",
-    "monitor_mode",
+    *("seed_everything", "trainer", "model", "data", "method"),
+    *("ckpt_path", "monitor", "monitor_mode"),
 )
 
+# Configs of these folders name a run's method.
+OF_METHODS = ("method/", "recipe/")
 
 # The YAML key <<, which merges another mapping into this one.
 _MERGE = "tag:yaml.org,2002:merge"
@@ -90,6 +85,9 @@ def plain_yaml(text: str, where: str) -> Any:
     """
     try:
         document = parse_yaml(text)
+        # Dates, sets, bytes and nodes that contain themselves are YAML, but no option takes them.
+        json.dumps(document)
+        _check_nodes(document)
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or "it cannot be parsed"
         if mark := getattr(error, "problem_mark", None):
@@ -97,59 +95,35 @@ def plain_yaml(text: str, where: str) -> Any:
         hints = [hint for found, hint in _MENDED_BY.items() if found in problem]
         problem = "; ".join([problem, *hints])
         raise UserError(f"{where}: not valid YAML: {problem}.") from None
-    except RecursionError:
-        raise UserError(f"{where}: not valid YAML: it is nested too deeply.") from None
-    except ValueError as error:
-        # For example a number of thousands of digits, or the date 2020-99-99.
-        raise UserError(f"{where}: not valid YAML: {str(error)[:100]}.") from None
-    _check_plain(document, where, ())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{where}: {str(error)[:100]}. Options take numbers, text (in quotes), lists and "
+            "mappings."
+        ) from None
     return document
 
 
-def _check_plain(node: Any, where: str, keys: tuple[str, ...], above: tuple[int, ...] = ()) -> None:
-    def refuse(problem: str) -> UserError:
-        place = ".".join(keys)[:80]
-        return UserError(" ".join(part for part in (f"{where}:", place, f"{problem}.") if part))
-
-    # An anchor may refer to a node that contains it.
-    if id(node) in above:
-        raise refuse("contains itself")
-    if len(above) > _DEEPEST:
-        raise refuse(f"is nested more than {_DEEPEST} deep")
+def _check_nodes(node: Any) -> None:
+    """Refuse a class path that is not text, and arguments that are not a mapping."""
     if isinstance(node, dict):
-        for key, value in node.items():
-            if key == "class_path" and not isinstance(value, str):
-                raise refuse(
-                    f"has the class_path {str(value)[:60]!r}, which names no class: give text, "
-                    "such as Digits"
-                )
-            if key == "init_args" and value is None:
-                node[key] = {}
-            elif key == "init_args" and not isinstance(value, dict):
-                raise refuse(
-                    f"has the init_args {str(value)[:60]!r}: give a mapping, such as "
-                    "{batch_size: 20}"
-                )
-            _check_plain(value, where, (*keys, str(key)), (*above, id(node)))
-    elif isinstance(node, list):
-        for value in node:
-            _check_plain(value, where, keys, (*above, id(node)))
-    elif not isinstance(node, str | int | float | None):
-        raise refuse(
-            f"is {type(node).__name__} {str(node)[:60]!r}, which no option takes; "
-            "put text in quotes"
-        )
+        if not isinstance(node.get("class_path", ""), str):
+            raise ValueError(f"class_path {node['class_path']!r} is not a class's name")
+        if "init_args" in node and node["init_args"] is None:
+            node["init_args"] = {}
+        if not isinstance(node.get("init_args", {}), dict):
+            raise ValueError(f"init_args {node['init_args']!r} is not a mapping of arguments")
+    inner = list(node.values()) if isinstance(node, dict) else node
+    for value in inner if isinstance(inner, list) else ():
+        _check_nodes(value)
 
 
 # --------------------------------------------------------------------------- names
 
 
 def packaged() -> dict[str, Traversable]:
-    """Return every packaged config: name without ``.yaml`` → file, in the order in which they are
-    used.
+    """Return every packaged config: name without ``.yaml`` → file, sorted.
 
-    Configs of plugins are included; if names are equal, ours count. A sweep's claims file is not a
-    config.
+    Configs of plugins are included; if names are equal, ours count.
     """
 
     def walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
@@ -159,25 +133,17 @@ def packaged() -> dict[str, Traversable]:
             elif entry.name.endswith(".yaml") and not entry.name.endswith(".claims.yaml"):
                 yield prefix + entry.name.removesuffix(".yaml"), entry
 
-    order = ["base", "demo", "data", "split", "model", "method", "system", "experiment", "trainer"]
-    order += ["logger", "debug"]
     entries: dict[str, Traversable] = {}
     for folder in config_folders():
         entries |= walk(folder, "")
     entries |= walk(files("fl_lightning.configs"), "")
-
-    def place(name: str) -> tuple[int, str]:
-        folder = name.split("/")[0]
-        return order.index(folder) if folder in order else len(order), name
-
-    return {name: entries[name] for name in sorted(entries, key=place)}
+    # Those that stand in no folder come first.
+    return {name: entries[name] for name in sorted(entries, key=lambda name: ("/" in name, name))}
 
 
 def summary(text: str) -> str:
     """Return the first comment line of a config, which describes it."""
-    if not text.startswith("#"):
-        return ""
-    return text.split("\n", 1)[0].lstrip("# ").rstrip()
+    return text.split("\n", 1)[0].lstrip("# ").rstrip() if text.startswith("#") else ""
 
 
 def is_file(name: str | Path) -> bool:
@@ -188,59 +154,49 @@ def is_file(name: str | Path) -> bool:
         return False
 
 
-def read(name: str) -> dict[str, Any]:
-    """Read the config called ``name``: a file that exists, else a packaged one.
+def find(name: str, option: str) -> Path | Traversable:
+    """Return the config called ``name``: a file that exists, else a packaged one.
 
-    A directory is never a config.
+    A directory is never a config. ``option``: the one that named it.
     """
-    if is_file(name):
-        try:
-            text = Path(name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"-c {name}: this file cannot be read ({error}).") from None
-    elif (entry := packaged().get(name.removesuffix(".yaml"))) is not None:
-        text = entry.read_text(encoding="utf-8")
-    else:
+    entry = Path(name) if is_file(name) else packaged().get(name.removesuffix(".yaml"))
+    if entry is None:
         hint = suggest(name, packaged()) or " `fl-lightning configs` lists them."
-        parts = name.split(".")
-        is_path = len(parts) > 1 and all(map(str.isidentifier, parts))
-        if "/".join(parts) in packaged():
-            hint = f" Did you mean {'/'.join(parts)}?"
-        elif is_path and parts[-1] not in ("yaml", "yml", "json", "config"):
-            hint = (
-                f" A method's class is given as --method {name}, in a sweep as "
-                f"{{class_path: {name}}}."
-            )
-        kind = "neither a file nor a packaged config"
-        if os.path.isdir(name):
-            kind = "a folder, not a config"
-        raise UserError(f"-c {name[:200]}: this is {kind}.{hint}")
-    document = plain_yaml(text, f"-c {name}")
-    if document is None:
-        return {}
+        if "." in name and option == "-c":
+            hint += f" A class is given by an option, such as --method {name}."
+        raise UserError(
+            f"{option} {name[:200]}: this is neither a file nor a packaged config.{hint}"
+        )
+    return entry
+
+
+def text_of(file: Path | Traversable, where: str) -> str:
+    """Return the text of a file of the user's, or of a packaged one."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{where}: this file cannot be read ({error}).") from None
+
+
+def read(name: str) -> dict[str, Any]:
+    """Read the config called ``name``."""
+    document = plain_yaml(text_of(find(name, "-c"), f"-c {name}"), f"-c {name}") or {}
     if not isinstance(document, dict):
         raise UserError(
-            f"-c {name}: a config is a mapping with the keys {', '.join(TOP_LEVEL)}; "
-            f"this file holds {type(document).__name__} {str(document)[:60]!r}."
+            f"-c {name}: a config is a mapping with the keys {', '.join(TOP_LEVEL)}; this file "
+            f"holds {str(document)[:60]!r}."
         )
-    for key in document:
-        if str(key).removesuffix("+") not in TOP_LEVEL:
+    accepted = (*TOP_LEVEL, "method+")
+    for key, value in document.items():
+        if key not in accepted:
             raise UserError(
-                f"-c {name}: the key {key!r} is not known.{suggest(key, TOP_LEVEL)} "
-                f"Accepted at the top of a config: {', '.join(TOP_LEVEL)}."
+                f"-c {name}: the key {key!r} is not known.{suggest(key, accepted)} "
+                f"Accepted at the top of a config: {', '.join(accepted)}."
             )
-        if key.endswith("+") and key != "method+":
-            raise UserError(
-                f"-c {name}: {key} adds to a list, which {key[:-1]} is not. Accepted: {key[:-1]}."
-            )
-        if key in ("trainer", "model") and not isinstance(document[key], dict | None):
-            value = f"{type(document[key]).__name__} {str(document[key])[:60]!r}"
-            raise UserError(
-                f"-c {name}: {key} is {value}: give a mapping of its options, one per line."
-            )
+        if key in ("trainer", "model"):
+            check(f"-c {name}: {key}", value, dict | None)
     # A section with all its lines commented out counts as missing.
-    empty = [key for key in ("trainer", "model") if key in document and document[key] is None]
-    return {key: value for key, value in document.items() if key not in empty}
+    return {k: v for k, v in document.items() if v is not None or k not in ("trainer", "model")}
 
 
 # --------------------------------------------------------------------------- merging
@@ -297,12 +253,8 @@ def same_class(one: Any, other: Any) -> bool:
 def as_loggers(value: Any, events: str) -> Any:
     """Return ``trainer.logger`` in the parser's form, from the loggers that configs added.
 
-    Such a list may hold true, for TensorBoard's events, and false, for no logger. If a class occurs
-    again, its arguments are merged over the earlier ones.
-
-    Args:
-        value: the value in the merged configs.
-        events: the class for TensorBoard's events next to other loggers.
+    Such a list may hold true, for TensorBoard's events (next to other loggers the class
+    ``events``), and false, for no logger.
 
     >>> as_loggers([True, {"class_path": "A"}], "Events")
     [{'class_path': 'Events'}, {'class_path': 'A'}]
@@ -311,16 +263,10 @@ def as_loggers(value: Any, events: str) -> Any:
     """
     if not isinstance(value, list):
         return value
-    by_class: dict[str, Any] = {}
-    for item in value:
-        if not isinstance(item, bool):
-            item = item if isinstance(item, dict) else {"class_path": item}
-            path = str(item.get("class_path"))
-            by_class[path] = merge(by_class.get(path), item)
+    loggers = [item for item in value if not isinstance(item, bool)]
     if True not in value:
-        return list(by_class.values()) or False
-    by_class.pop(events, None)
-    return [{"class_path": events}, *by_class.values()] if by_class else True
+        return loggers or False
+    return [{"class_path": events}, *loggers] if loggers else True
 
 
 def class_name(item: Any) -> str:
@@ -330,7 +276,7 @@ def class_name(item: Any) -> str:
     return str(item).rsplit(".", 1)[-1]
 
 
-# One option of a command line: its keys (data.batch_size), and its value as typed.
+# An option's keys (data.batch_size), and its value as typed.
 Option = tuple[str, str]
 
 
@@ -342,7 +288,7 @@ class Command:
         config: the merged configs.
         options: options that override it, in their order; ``--method…`` is one of them.
         names: names of the configs, as given.
-        learners: learners of the configs; True: a fallback, see _is_fallback.
+        learners: learners of the configs; False: used only if no other is given.
         notes: lines that are printed for the user.
         run: a run's folder, if one was given.
         output: the value of ``-o``.
@@ -371,43 +317,19 @@ class Command:
             self.notes.append(
                 f"{name} replaces the method list ({', '.join(old)}) by ({', '.join(new)})"
             )
-        self._tell_of_loggers(name, document)
-        model = document.get("model")
-        if isinstance(model, dict) and "learner" in model:
-            self.learners.append((_is_fallback(name), model["learner"]))
-            rest = {key: value for key, value in model.items() if key != "learner"}
-            document = {**document, "model": rest}
+        learner = (document.get("model") or {}).get("learner")
         self.config = merge(self.config, document)
-        # Defaults come first, so that the options that you give override them.
+        if learner is not None:
+            self.learners.append((not _is_fallback(name), learner))
+        # The others come last, so that they override those of base and data/.
         if self.learners:
-            self.config["model"] = dict(self.config.get("model") or {})
-            ordered = sorted(self.learners, key=lambda item: not item[0])
-            self.config["model"]["learner"] = reduce(merge, (learner for _, learner in ordered))
+            ordered = [each for _, each in sorted(self.learners, key=itemgetter(0))]
+            self.config["model"]["learner"] = reduce(merge, ordered)
         self.names.append(name)
-
-    def _tell_of_loggers(self, name: str, document: dict[str, Any]) -> None:
-        """Note that the config ``name`` replaces loggers of the configs before it."""
-        before = (self.config.get("trainer") or {}).get("logger")
-        new = document.get("trainer") or {}
-        if before and "logger" in new and new["logger"] != before:
-            self.notes.append(
-                f"{name} replaces the loggers ({_loggers(before)}) by ({_loggers(new['logger'])})"
-            )
-
-
-def _loggers(value: Any) -> str:
-    """Return ``trainer.logger`` as text."""
-    if value is False:
-        return "only metrics.csv"
-    items = [True] if value is None else as_list(value)
-    return ", ".join("TensorBoard" if each is True else class_name(each) for each in items)
 
 
 def _is_fallback(name: str) -> bool:
-    """Return whether the learner of the config ``name`` is used only if no other is given.
-
-    The learners of base and of the data/ configs are used so.
-    """
+    """Return whether a packaged config's learner is used only if no other config has one."""
     name = name.removesuffix(".yaml")
     return not is_file(name) and (name == "base" or name.startswith("data/")) and name in packaged()
 
@@ -438,14 +360,6 @@ def _is_flag(word: str) -> bool:
     return re.match("--|-[A-Za-z]", word) is not None
 
 
-def _from_environment(command: str) -> Iterator[str]:
-    """``FL_TRAINER__MAX_EPOCHS=5`` (or ``FL_FIT__TRAINER__…``) as ``--trainer.max_epochs=5``."""
-    for name, value in sorted(os.environ.items()):
-        key = name.removeprefix("FL_").removeprefix(f"{command.upper()}__").lower().split("__")
-        if name.startswith("FL_") and key[0] in (*TOP_LEVEL, "config"):
-            yield f"--{'.'.join(key)}={value}"
-
-
 def prepare(command: str, argv: list[str]) -> Command:
     """Sort the arguments of ``command``: configs, which are read, and the options over them."""
     prepared = Command(argv=[command, *argv])
@@ -453,7 +367,7 @@ def prepare(command: str, argv: list[str]) -> Command:
         prepared.run = Path(argv[0])
         argv = argv[1:]
         _begin_with_run(command, prepared, prepared.run)
-    for flag, value in options_of([*_from_environment(command), *argv]):
+    for flag, value in options_of(argv):
         if flag == "--print_config":
             prepared.print_config = flag if value is None else f"{flag}={value}"
         elif not flag.startswith("-"):
@@ -471,7 +385,6 @@ def prepare(command: str, argv: list[str]) -> Command:
             prepared.options.append((flag.removeprefix("--"), value))
         else:
             raise UserError(f"{flag}: no such option. Options begin with two hyphens.")
-    _refuse_unknown(command, prepared)
     return prepared
 
 
@@ -479,68 +392,20 @@ def _begin_with_run(command: str, prepared: Command, run: Path) -> None:
     """Begin with the config and the last checkpoint of a run."""
     if not is_file(run / "config.yaml"):
         raise UserError(
-            f"{command} {run}: not a run's folder (it has no config.yaml). "
-            "Give the folder of a run, or configs: "
-            f"fl-lightning {command} -c base -c data/digits. A run from Python has a folder if "
-            "its Trainer has the callback RunFolder."
+            f"{command} {run}: not a run's folder (it has no config.yaml). Give the folder of a "
+            f"run, or configs: fl-lightning {command} -c base -c data/digits. A run from Python "
+            "has a folder if its Trainer has the callback RunFolder."
+        )
+    # This imports numpy, which the report of a typing error should not wait for.
+    from fl_lightning.metrics import read_record
+
+    if unknown := read_record(run).get("unknown"):
+        prepared.notes.append(
+            f"Note: {run} was made in Python, and its config.yaml lacks {', '.join(unknown)}. Give "
+            f"this by options or a config (-c FILE); or in Python: load({str(run)!r}, data=…), and "
+            f"trainer.fit(…, ckpt_path=RunFolder({str(run)!r}).last) to go on."
         )
     prepared.add_config(str(run / "config.yaml"))
     prepared.config["ckpt_path"] = "last"
     trainer = prepared.config.get("trainer") or {}
     prepared.config["trainer"] = {**trainer, "default_root_dir": str(run)}
-
-
-def _refuse_unknown(command: str, prepared: Command) -> None:
-    """Refuse the folder of a run from Python if its config lacks a setting that this command
-    needs.
-    """
-    if prepared.run is None:
-        return
-    # This imports numpy, which the report of a typing error should not wait for.
-    from fl_lightning.metrics import read_record
-
-    unknown = read_record(prepared.run).get("unknown")
-    if not isinstance(unknown, list):
-        return
-    if command == "fit":
-        raise UserError(
-            f"fit {prepared.run}: this run was made in Python. Go on with it there: "
-            f"trainer.fit(module, data, ckpt_path=RunFolder({str(prepared.run)!r}).last)."
-        )
-    lacking = []
-    for path in unknown:
-        key = str(path).split(" ")[0]
-        needed = key.startswith(("data", "model.learner"))
-        typed = [option for option, _ in prepared.options if _names(option, key)]
-        if needed and not typed and not _has(prepared.config, key):
-            lacking.append(str(path))
-    if lacking:
-        checkpoint = prepared.run / "checkpoints" / "last.ckpt"
-        instead = f"trainer.{command}(module, data, ckpt_path={str(checkpoint)!r})"
-        if command == "export":
-            # The Trainer has no such method.
-            instead = (
-                f"load({str(prepared.run)!r}).learner has the global weights, and after "
-                "trainer.fit module.export(client=3) has what client 3 uses"
-            )
-        raise UserError(
-            f"{command} {prepared.run}: this run was made in Python, and its config.yaml lacks "
-            f"{', '.join(lacking)}, which only your program can give. Give it by options or by a "
-            f"config (-c FILE); or, in Python: {instead}."
-        )
-
-
-def _names(option: str, key: str) -> bool:
-    """Return whether an option sets the key, or a part that contains it."""
-    one, other = f"{option}.", f"{key}."
-    return one.startswith(other) or other.startswith(one)
-
-
-def _has(config: Any, key: str) -> bool:
-    """Return whether the config has a value for the key, also below ``init_args``."""
-    for part in key.split("."):
-        arguments = config.get("init_args", config) if isinstance(config, dict) else {}
-        if not isinstance(arguments, dict) or part not in arguments:
-            return False
-        config = arguments[part]
-    return True

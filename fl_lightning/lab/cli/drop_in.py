@@ -63,8 +63,8 @@ class FederatedCLI(MethodCLI):
     as parsers do; ``FL_DEBUG=1`` shows where the error occurred.
 
     Raises:
-        UserError: a program gave ``args`` with ``--lr_scheduler``, with an option for an object
-            that has its own, or with a value that training refuses.
+        UserError: a program gave ``args`` with ``--lr_scheduler``, or with a value that training
+            refuses.
     """
 
     learner: pl.LightningModule
@@ -100,27 +100,18 @@ class FederatedCLI(MethodCLI):
         return super().instantiate_trainer(callbacks=self.callbacks_with_method(given), **kwargs)
 
     def _federated_module(self) -> pl.LightningModule:
-        """Return the learner, wrapped with the arguments under ``--federated``."""
         settings = {**vars(self._get(self.config_init, "federated"))}
         optimizer = self._get(self.config_init, "optimizer")
         if self._get(self.config_init, "lr_scheduler"):
             raise UserError(
                 "--lr_scheduler: it would step a single optimizer, but each client has its own. "
-                "Give --federated.lr_decay for a decay over rounds, or return a scheduler from the "
-                "learner's "
-                "configure_optimizers, with --federated.client_scheduler."
+                "Give --federated.lr_decay, or --federated.client_scheduler for the learner's own."
             )
         if optimizer:
-            if settings["client_optimizer"] is not None:
-                raise UserError(
-                    "--optimizer and --federated.client_optimizer both name the clients' "
-                    "optimizer: give one of the two."
-                )
             settings["client_optimizer"] = partial(instantiate_class, init=optimizer.as_dict())
         return FederatedModule(self.learner, **settings)
 
     def _federated_data(self) -> Any:
-        """Return the data module, split over clients if it has none of its own."""
         data = self._get(self.config_init, "data")
         if data is None or isinstance(data, FederatedDataModule):
             return data

@@ -1,18 +1,17 @@
 """``--help`` lists the options of a federated run, one line each; also ``--data.help`` and similar
-ones.
+ones, whose text is jsonargparse's.
 
 The short help needs no import, so it appears at once.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 
-from fl_lightning.accepted import declared, words_of
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.lab.cli.compose import options_of
 
@@ -23,23 +22,12 @@ _MORE = {
         "\n  -o FILE               not given: model.pt in the run's folder"
     ),
 }
-
-# Option → the class whose arguments it takes, or the base class of its values.
-_FIXED = {
-    "model": "fl_lightning.module.FederatedModule",
-    "trainer": "fl_lightning.machine.lightning.pl.Trainer",
-}
-_BASES = {
-    "data": ("fl_lightning.datamodules.FederatedDataModule",),
-    "data.partition": ("fl_lightning.datamodules.Partition",),
-    "data.biases": ("fl_lightning.datamodules.Bias",),
-    "method": ("fl_lightning.callback.FederatedCallback",),
-    "model.learner": ("fl_lightning.machine.lightning.pl.LightningModule", "torch.nn.Module"),
-    "model.server_optimizer": ("torch.optim.Optimizer",),
-    "model.client_optimizer": ("torch.optim.Optimizer",),
-    "model.lr_decay": ("fl_lightning.schedules.Schedule",),
-    "model.server_lr_decay": ("fl_lightning.schedules.Schedule",),
-}
+# Options with a help of their own, and the class whose arguments one takes.
+_KEYS = (
+    *("model", "trainer", "data", "data.partition", "data.biases", "method", "model.learner"),
+    *("model.server_optimizer", "model.client_optimizer", "model.lr_decay"),
+    "model.server_lr_decay",
+)
 
 
 def asked(command: str, summary: str, argv: Sequence[str]) -> str | None:
@@ -58,7 +46,7 @@ def asked(command: str, summary: str, argv: Sequence[str]) -> str | None:
             short = _short(command, summary)
             return f"{short}\n\n{_everything(command)}" if value == "all" else short
         key = option.removeprefix("--").removesuffix(".help")
-        if option == f"--{key}.help" and key in (*_FIXED, *_BASES):
+        if option == f"--{key}.help" and key in _KEYS:
             return _of_option(key, value)
     return None
 
@@ -71,62 +59,42 @@ def _short(command: str, summary: str) -> str:
 
 
 def _everything(command: str) -> str:
-    keys = [*_FIXED, *_BASES]
-    if command == "partition":
-        keys = [key for key in _BASES if key.startswith("data")]
-    return "\n\n\n".join(_of_option(key, None) for key in keys)
+    begins = "data" if command == "partition" else ""
+    return "\n\n\n".join(_of_option(key, None) for key in _KEYS if key.startswith(begins))
 
 
 def _of_option(key: str, name: str | None) -> str:
     """Return the text of ``--key.help name``."""
-    if key in _FIXED and name is None:
-        return _of_class(_imported(_FIXED[key]), key)
-    choices = _choices(key)
+    # These import torch, which the short help should not wait for.
+    import torch
+
+    from fl_lightning.callback import FederatedCallback
+    from fl_lightning.datamodules import FederatedDataModule
+    from fl_lightning.lab.cli.classes import class_of, classes_in, hint_of, names_of_ours
+    from fl_lightning.machine.lightning import pl
+    from fl_lightning.module import FederatedModule
+
+    section, _, argument = key.partition(".")
+    owners = {"model": FederatedModule, "trainer": pl.Trainer, "data": FederatedDataModule}
+    base = owners.get(section, FederatedCallback)
+    if section != "data" and key in owners and name is None:
+        return _of_class(base, key)
+    if argument:
+        base = classes_in(hint_of(base, argument))[0]
+    named = {**vars(torch.optim), **{own: class_of(path) for own, path in names_of_ours().items()}}
+    choices = {}
+    for own, cls in sorted(named.items()):
+        if inspect.isclass(cls) and issubclass(cls, base) and cls is not base:
+            choices[own] = cls
     if name is None:
         return _of_choices(key, choices)
-    cls = choices.get(name)
-    if cls is None and "." in name:
-        try:
-            cls = _imported(name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UserError(f"--{key}.help {name}: it cannot be imported: {error}.") from None
+    cls = choices.get(name) or (class_of(name) if "." in name else None)
     if not isinstance(cls, type):
         raise UserError(
             f"--{key}.help {name}: no such class.{suggest(name, choices)} "
-            f"Accepted: {', '.join(sorted(choices)) or 'none'}, or a path as my_module.MyClass."
+            f"Accepted: {', '.join(choices) or 'none'}, or a path as my_module.MyClass."
         )
     return _of_class(cls, key)
-
-
-def _choices(key: str) -> dict[str, type]:
-    """Return our classes, and torch's optimizers, that an option accepts, by short name."""
-    # The following lines import torch, which the short help should not wait for.
-    import torch
-
-    from fl_lightning.lab.cli.classes import names_of_ours
-
-    bases = tuple(map(_imported, _BASES.get(key, ())))
-    named = {name: _imported(path) for name, path in names_of_ours().items()}
-    if torch.optim.Optimizer in bases:
-        found = {name: value for name, value in vars(torch.optim).items() if inspect.isclass(value)}
-        named = {**found, **named}
-    return {
-        name: cls
-        for name, cls in sorted(named.items())
-        if issubclass(cls, bases) and cls not in bases
-    }
-
-
-def _imported(path: str) -> type:
-    module, _, name = path.rpartition(".")
-    if module == "fl_lightning.machine.lightning.pl":
-        # This module knows which of the two Lightning packages is in use.
-        from fl_lightning.machine.lightning import pl
-
-        found: type = getattr(pl, name)
-    else:
-        found = getattr(importlib.import_module(module), name)
-    return found
 
 
 def _of_choices(key: str, choices: dict[str, type]) -> str:
@@ -137,68 +105,19 @@ def _of_choices(key: str, choices: dict[str, type]) -> str:
         title = vars(cls).get("title")
         first = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0]
         text = f"{title}: {first}" if isinstance(title, str) else first
-        lines.append(textwrap.shorten(text, 96 - width, placeholder=" …"))
-        lines[-1] = f"  {name:<{width}}  {lines[-1]}"
+        shown = textwrap.shorten(text, 96 - width, placeholder=" …")
+        lines.append(f"  {name:<{width}}  {shown}")
     return "\n".join(lines)
 
 
 def _of_class(cls: type, key: str) -> str:
-    """Return a class's summary, and its arguments as options."""
-    # jsonargparse requires this package, and importing it is slow.
-    from docstring_parser import parse
+    """Return a class's description, and its arguments as options."""
+    from jsonargparse import ArgumentParser
 
-    from fl_lightning.lab.cli.classes import parameters
-
-    # The arguments of Lightning's Trainer are described in the docstring of `__init__`.
-    text = cls.__doc__ or getattr(vars(cls).get("__init__"), "__doc__", None)
-    described = parse(inspect.cleandoc(text or ""))
-    option = f"--{key}" if key in _FIXED else f"--{key} {cls.__name__}"
-    lines = textwrap.wrap(f"{option}: {described.short_description or ''}", 100)
-    if described.long_description:
-        lines += ["", described.long_description]
-    notes = dict(_notes(cls))
-    kinds = dict(_kinds(cls))
-    lines.append("")
+    parser = ArgumentParser(usage=f"--{key} {cls.__name__}", add_help=False)
     # You do not give an optimizer's first argument, its parameters.
-    for name in [name for name in parameters(cls) if name != "params"]:
-        lines.append(f"  --{key}.{name}  {kinds.get(name, '')}".rstrip())
-        text = " ".join(notes.get(name, "").split())
-        lines += textwrap.wrap(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
-    return "\n".join(lines)
-
-
-def _notes(cls: type) -> Iterator[tuple[str, str]]:
-    """Return the docstrings' text about each argument; the class itself comes last."""
-    from docstring_parser import parse
-
-    for base in reversed(cls.__mro__):
-        for text in (base.__doc__, getattr(vars(base).get("__init__"), "__doc__", None)):
-            if base is not object and text:
-                for item in parse(text).params:
-                    yield item.arg_name, item.description or ""
-
-
-def _kinds(cls: type) -> Iterator[tuple[str, str]]:
-    """Return the type and the default of each argument, as a config would write them."""
-    for base in reversed(cls.__mro__):
-        if base is object or "__init__" not in vars(base):
-            continue
-        accepted = declared(vars(base)["__init__"])
-        for name, parameter in inspect.signature(vars(base)["__init__"]).parameters.items():
-            kind = parameter.annotation
-            words = [kind] if isinstance(kind, str) else []
-            if isinstance(kind, type):
-                words = [kind.__name__]
-            if name in accepted:
-                words = [words_of(accepted[name])]
-            if parameter.default is parameter.empty:
-                words.append("to be given")
-            else:
-                words.append(f"default {_as_yaml(parameter.default)}")
-            yield name, ", ".join(words).replace("None", "null")
-
-
-def _as_yaml(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return "[]" if value == () else str(value)
+    positional = {"params"} & set(inspect.signature(cls).parameters)
+    parser.add_class_arguments(cls, key, skip=positional, fail_untyped=False)
+    # Of torch's modules it would list hundreds of subclasses.
+    text = re.sub(r",\s+known\s+subclasses:[^)]*\)", ")", parser.format_help().strip())
+    return f"{text}\n\n{inspect.cleandoc(cls.__doc__ or '').partition('Args:')[0].rstrip()}"

@@ -15,7 +15,6 @@ import torch
 import fl_lightning
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callback_list import CallbackList
-from fl_lightning.callbacks.loggers.run_card import LABELS
 from fl_lightning.errors import Diverged, UserError, suggest
 from fl_lightning.evaluation.personal_models import (
     check_client,
@@ -26,13 +25,12 @@ from fl_lightning.evaluation.personal_models import (
 from fl_lightning.lab.cli.cli import CommandCLI
 from fl_lightning.lab.cli.compose import Command
 from fl_lightning.lab.cli.run_folder import check_writable
-from fl_lightning.lab.cli.run_record import end_killed, killed_before, was_killed
+from fl_lightning.lab.cli.run_record import end_killed, was_killed
 from fl_lightning.lab.cli.wrong_settings import not_an_optimizer
 from fl_lightning.learner import saved_network
 from fl_lightning.machine.escaping import plain_lines
 from fl_lightning.machine.lightning import LOGGERS, MisconfigurationException
-from fl_lightning.metrics import Metrics, read_record
-from fl_lightning.record.shown_metrics import metric_modes, shown_metrics
+from fl_lightning.metrics import read_record
 from fl_lightning.storage.atomic_files import named, writable_as_file, written_aside
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.rows_on_disk import KEY
@@ -48,21 +46,9 @@ _NOISE = (
 
 # Entries of a checkpoint that belong to the run; an exported model does not have them.
 _OF_A_RUN = (
-    "epoch",
-    "global_step",
-    "loops",
-    "callbacks",
-    "optimizer_states",
-    "lr_schedulers",
-    "MixedPrecision",
-    "datamodule_hyper_parameters",
-    "datamodule_hparams_name",
+    *("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers"),
+    *("MixedPrecision", "datamodule_hyper_parameters", "datamodule_hparams_name"),
     "datamodule_hparams_type",
-)
-
-
-_AT_THE_END = (
-    "What the end of a run writes (results on the card, clients.csv) comes with another round."
 )
 
 
@@ -101,10 +87,8 @@ def _export(cli: CommandCLI) -> None:
         raise UserError(
             "export: which run? Give its folder, fl-lightning export runs/x, or --ckpt_path FILE."
         )
-    _refuse_unused(cli)
-    checkpoint = AtomicCheckpointIO().load_checkpoint(
-        cli.checkpoint, weights_only=cli.config.weights_only
-    )
+    whole = cli.config.weights_only
+    checkpoint = AtomicCheckpointIO().load_checkpoint(cli.checkpoint, weights_only=whole)
     split_by_run(cli.datamodule, checkpoint)
     client = _client(cli, checkpoint)
     name = "model.pt" if client is None else f"client-{client}.pt"
@@ -122,6 +106,9 @@ def _export(cli: CommandCLI) -> None:
         cli.model.load_state_dict(checkpoint["state_dict"])
         held = checkpoint.get(KEY) or {}
         folder = named(cli.config.pretrained)
+        if folder.name == cli.config.pretrained:
+            # A name without a folder is one in the run's, so that two runs do not share it.
+            folder = cli.folder / folder
         changed = bool(held.get("base_kinds"))
         saved_network.save(cli.model.learner, folder, bool(cli.config.merged), changed)
         print(f"→ {folder}")
@@ -137,8 +124,7 @@ def _say_whose_model(cli: CommandCLI) -> None:
     """If clients use models of their own, print that this command uses the server's."""
     if cli.checkpoint is None or cli.config.get("client") is not None:
         return
-    callbacks = vars(cli.trainer)["callbacks"]
-    methods = CallbackList([each for each in callbacks if isinstance(each, FederatedCallback)])
+    methods = _methods(cli)
     kept = any(period is None for _, period in methods.parts(cli.model.layout))
     if methods.owner("personal") is None and not kept:
         return
@@ -146,81 +132,54 @@ def _say_whose_model(cli: CommandCLI) -> None:
         f"Note: clients of {methods.title()} use models of their own. {cli.command} used the "
         "server's model, in which the parts that clients keep are the mean of theirs or the "
         "initial ones. The clients' own values are clients/… of PerClientEvaluation "
-        "(--trainer.callbacks+ PerClientEvaluation in fit), and fl-lightning export "
+        "(--trainer.callbacks+=PerClientEvaluation in fit), and fl-lightning export "
         f"{shlex.quote(str(cli.folder))} --client 3 writes the model of client 3.",
         file=sys.stderr,
     )
 
 
-def _refuse_unused(cli: CommandCLI) -> None:
-    """Refuse an option of `export` that would have no effect beside the others."""
-    pretrained, output = cli.config.pretrained, cli.prepared.output
-    if pretrained is None and cli.config.merged:
-        raise UserError(
-            "--merged true: without --pretrained, export writes a checkpoint of PyTorch, in which "
-            "the adapters are not merged. Give the folder to write: --pretrained DIR --merged true."
-        )
-    if pretrained is not None and output is not None:
-        raise UserError(
-            f"-o {output}: with --pretrained, export writes only the folder {pretrained}. Leave "
-            "one of them out, and call export twice for both."
-        )
-
-
 def _client(cli: CommandCLI, checkpoint: dict[str, Any]) -> int | None:
     """Return the number of the client that ``--client`` gives by number or name."""
     given = cli.config.client
+    data = cli.datamodule
     if given is None:
         return None
-    data = cli.datamodule
-    number = int(data.num_clients)
-    if isinstance(given, int):
-        check_client(given, number)
-        return given
-    data.setup("fit")
-    check_partition(data, checkpoint, str(cli.checkpoint))
-    names = [str(name) for name in data.client_names]
-    if given not in names:
-        known = f"Accepted: {', '.join(names[:20])}" if names else "These data have no names"
-        raise UserError(
-            f"--client {given}: no client has this name.{suggest(given, names)} {known}, and "
-            f"numbers from 0 to {number - 1}."
-        )
-    return names.index(given)
+    if not isinstance(given, int):
+        data.setup("fit")
+        check_partition(data, checkpoint, str(cli.checkpoint))
+        names = [str(name) for name in data.client_names]
+        if given not in names:
+            raise UserError(
+                f"--client {given}: no client has this name.{suggest(given, names)} Accepted: "
+                f"{', '.join([*names[:20], '0'])} to {data.num_clients - 1}."
+            )
+        return names.index(given)
+    check_client(given, int(data.num_clients))
+    return given
 
 
 def _personal_weights(cli: CommandCLI, checkpoint: dict[str, Any], client: int) -> Any:
     """Return the state dict of the model that ``client`` uses itself."""
-    callbacks = vars(cli.trainer)["callbacks"]
     model = cli.model.global_model
-    ours = [each for each in callbacks if isinstance(each, FederatedCallback)]
-    methods = CallbackList(ours, model.layout)
+    methods = _methods(cli, model.layout)
     data = cli.datamodule
     models = of_checkpoint(checkpoint, model, methods, cli.trainer, data, str(cli.checkpoint))
-    own = model.export(model=models.of(client)).state_dict()
-    tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
-    if all(_same(value, checkpoint["state_dict"].get(name)) for name, value in tensors.items()):
-        print(
-            f"Note: the model of client {client} equals the global one. Either no method of this "
-            "run keeps personal models, or the client has not finished a round.",
-            file=sys.stderr,
-        )
-    return own
+    return model.export(model=models.of(client)).state_dict()
 
 
-def _same(one: torch.Tensor, other: Any) -> bool:
-    """Return whether a tensor has the values of another entry; NaN counts as equal."""
-    if not isinstance(other, torch.Tensor) or one.shape != other.shape:
-        return False
-    other = other.to(one)
-    numbers = one.is_floating_point() or one.is_complex()
-    nan = numbers and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-    return bool(nan) or torch.equal(one, other)
+def _methods(cli: CommandCLI, *layout: Any) -> CallbackList:
+    callbacks = vars(cli.trainer)["callbacks"]
+    return CallbackList([e for e in callbacks if isinstance(e, FederatedCallback)], *layout)
 
 
 def _fit(cli: CommandCLI) -> None:
     trainer = cli.trainer
-    killed = was_killed(read_record(Path(cli.folder)))
+    folder = Path(cli.folder)
+    record = read_record(folder)
+    asked = record.get("rounds") or -1
+    killed = was_killed(record) and 0 < asked <= (trainer.max_epochs or -1)
+    if killed:
+        _ends_again(trainer)
     try:
         trainer.fit(cli.model, cli.datamodule, **cli.starts_from())
     except MisconfigurationException as error:
@@ -230,29 +189,32 @@ def _fit(cli: CommandCLI) -> None:
     if not trainer.is_global_zero:
         return
     _say_stopped(cli)
-    ended = read_record(Path(cli.folder)).get("status") == "done"
-    if killed and ended and cli.stop.first == trainer.current_epoch:
-        # EarlyStopping had ended the run. A run that stopped for lack of time has rounds left.
-        print("It was killed after its last round. This fit wrote what the end of a run writes.")
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    done = progress.processed
     if cli.stop.first is None:
-        progress: Any = trainer.fit_loop.epoch_progress.current
-        done = progress.processed
-        asked = f"--trainer.max_epochs above {done} goes on"
-        print(f"{cli.folder}: {done} rounds are done already; {asked}")
-        if end_killed(Path(cli.folder), done):
-            print("It was killed after its last round, and is recorded as done now. " + _AT_THE_END)
-        elif asked_for := killed_before(Path(cli.folder), done):
-            print(f"It was killed on its way to {asked_for} rounds.")
-        _show_results(cli)
+        print(
+            f"{folder}: {done} rounds are done already; --trainer.max_epochs above {done} goes on"
+        )
+        end_killed(folder, done)
+    # EarlyStopping may also have ended the run before it was killed.
+    if killed and read_record(folder).get("status") == "done" and cli.stop.first in (None, done):
+        print("It was killed after its last round. What the end of a run writes is written now.")
+
+
+def _ends_again(trainer: Any) -> None:
+    """Let Lightning begin and end a fit even if no round is left, so that callbacks measure the
+    last model and write what they write at the end.
+    """
+    loop = trainer.fit_loop
+    loop.__class__ = type(type(loop).__name__, (type(loop),), {"skip": False})
 
 
 def _say_stopped(cli: CommandCLI) -> None:
     """If a signal stopped the run, print how many rounds are done, and how to continue."""
-    trainer = cli.trainer
-    done = cli.model.run.state.rounds
-    asked = trainer.max_epochs or -1
-    if cli.stop.received is None or not trainer.is_global_zero or 0 <= asked <= done:
+    if cli.stop.received is None or not cli.trainer.is_global_zero or _all_done(cli):
         return
+    done = cli.model.run.state.rounds
+    asked = cli.trainer.max_epochs or -1
     rounds = f"{done} of {asked} rounds" if asked > 0 else f"{done} rounds"
     line = f"stopped after {rounds}"
     if (Path(cli.folder) / "checkpoints" / "last.ckpt").is_file():
@@ -260,14 +222,9 @@ def _say_stopped(cli: CommandCLI) -> None:
     print(line, flush=True)
 
 
-def _show_results(cli: CommandCLI) -> None:
-    """Print the results that the run in the folder had before."""
-    path = Path(cli.folder) / "metrics.csv"
-    if path.is_file():
-        metrics = Metrics.read(path, metric_modes(cli.trainer))
-        for name in shown_metrics(cli.trainer):
-            if name in metrics:
-                print(f"{LABELS.get(name, name)}: {metrics.described(name)}")
+def _all_done(cli: CommandCLI) -> bool:
+    rounds: int = cli.model.run.state.rounds
+    return 0 <= (cli.trainer.max_epochs or -1) <= rounds
 
 
 def _execute(cli: CommandCLI) -> int:
@@ -276,18 +233,18 @@ def _execute(cli: CommandCLI) -> int:
         return 0
     if cli.checkpoint is not None:
         print(f"checkpoint: {cli.checkpoint}", flush=True)
-    if cli.command == "fit":
-        _fit(cli)
-    elif cli.command == "predict":
-        _predict(cli)
-    elif cli.command == "export":
-        _export(cli)
+    own = {"fit": _fit, "predict": _predict, "export": _export}
+    if cli.command in own:
+        own[cli.command](cli)
     else:
         getattr(cli.trainer, cli.command)(cli.model, cli.datamodule, **cli.starts_from())
     if cli.command not in ("fit", "export"):
         _say_whose_model(cli)
-    # The exit status that a shell gives to a process that was ended by a signal.
-    return 0 if cli.stop.received is None else 128 + cli.stop.received
+    # A signal in the last round stops nothing. Otherwise the exit status is the one that a shell
+    # gives to a process that was ended by a signal.
+    if cli.stop.received is None or (cli.command == "fit" and _all_done(cli)):
+        return 0
+    return 128 + cli.stop.received
 
 
 def quiet() -> None:
@@ -305,11 +262,7 @@ _with_place = warnings.formatwarning
 
 
 def _as_note(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    line: str | None = None,
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: Any = None
 ) -> str:
     """Return a warning's text, without a line of this package's code, which helps no user."""
     if category is UserWarning and filename.startswith(_HERE):
@@ -331,26 +284,25 @@ def run(command: str, prepared: Command, debug: bool = False, **options: Any) ->
     except Diverged as error:
         print(plain_lines(f"fl-lightning: {error}"), file=sys.stderr)
         return 3
-    except MisconfigurationException as error:
-        if debug:
-            raise
-        raise UserError(" ".join(str(error).split())[:500]) from error
-    except ValueError as error:
-        message = not_an_optimizer(error)
-        if debug or isinstance(error, UserError) or message is None:
+    except (MisconfigurationException, ValueError, RuntimeError) as error:
+        message = _told(error)
+        if debug or isinstance(error, UserError) or not message:
             raise
         raise UserError(message) from error
-    except RuntimeError as error:
-        if not debug and str(error).startswith("Early stopping conditioned on metric"):
-            raise UserError(f"trainer.callbacks: {' '.join(str(error).split())[:500]}") from error
-        if debug or "Error(s) in loading state_dict" not in str(error):
-            raise
-        raise UserError(
-            f"--ckpt_path {cli.checkpoint if cli else ''}: this checkpoint is of another model. "
-            f"{' '.join(str(error).split())[:300]}"
-        ) from error
     except SystemExit as error:
         if cli is not None and cli.stop.received is not None:
             _say_stopped(cli)
             return 128 + cli.stop.received
         return error.code if isinstance(error.code, int) else 0
+
+
+def _told(error: Exception) -> str | None:
+    """Return the paragraph for an error of Lightning or torch that the user can correct."""
+    text = " ".join(str(error).split())
+    if isinstance(error, MisconfigurationException):
+        return text[:500]
+    if text.startswith("Early stopping conditioned on metric"):
+        return f"trainer.callbacks: {text[:500]}"
+    if "Error(s) in loading state_dict" in text:
+        return f"--ckpt_path: this checkpoint is of another model. {text[:300]}"
+    return not_an_optimizer(error) if isinstance(error, ValueError) else None

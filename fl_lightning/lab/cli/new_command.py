@@ -50,33 +50,30 @@ def main(argv: Sequence[str]) -> int:
         text = (templates / f"{name_there}.txt").read_text("utf-8")
         path.write_text(Template(text).substitute(words), encoding="utf-8")
         print(f"  {path}")
-    print(f"→ {folder}/: change {folder / module / 'method.py'}. Then")
-    print(f"  pip install -e {folder}")
-    print(f"  fl-lightning check {title}")
-    print(f"  fl-lightning fit -c base -c data/digits -c method/{module}")
+    print(
+        f"→ {folder}/: change {folder / module / 'method.py'}. Then\n"
+        f"  pip install -e {folder}\n  fl-lightning check {title}\n"
+        f"  fl-lightning fit -c base -c data/digits -c method/{module}"
+    )
     return 0
 
 
 def _check(name: str, module: str, title: str, folder: Path) -> None:
-    def refuse(reason: str) -> UserError:
-        return UserError(f"new {name[:100]}: {reason}.")
-
+    problem = ""
     if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) or keyword.iskeyword(module):
-        raise refuse(
+        problem = (
             "a package's name is small letters, digits and single hyphens or underscores between "
             "them, such as own-anchor, and not a keyword of Python"
         )
-    if f"method/{module}" in packaged():
-        raise refuse(f"there is a config method/{module} already. Give another name")
-    if folder.exists():
-        raise refuse(f"{folder.resolve()} exists already, and was not changed")
-    if find_spec(module) is not None:
-        raise refuse(f"Python has a module {module} here already. Give another name")
-    # This import is slow, and a typing error should be reported before it.
-    from fl_lightning.lab.cli.classes import names_of_ours
+    elif folder.exists():
+        problem = f"{folder.resolve()} exists already, and was not changed"
+    elif f"method/{module}" in packaged() or find_spec(module) is not None:
+        problem = "a config or a module of Python has this name already. Give another name"
+    else:
+        # This import is slow, and a typing error should be reported before it.
+        from fl_lightning.lab.cli.classes import names_of_ours
 
-    if title in names_of_ours():
-        raise refuse(
-            f"its class would be {title}, but a class of this name exists already, and the short "
-            "name would mean that class. Give another name"
-        )
+        if title in names_of_ours():
+            problem = f"its class would be {title}, which exists already. Give another name"
+    if problem:
+        raise UserError(f"new {name[:100]}: {problem}.")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import types
 import typing
 from contextlib import suppress
+from itertools import chain
 from typing import Any, Union
 
 from fl_lightning.errors import UserError, suggest
@@ -15,10 +15,11 @@ from fl_lightning.lab.cli.classes import (
     listed,
     method_class,
     named,
-    names_of_ours,
     parameters,
+    whole_path,
 )
 from fl_lightning.lab.cli.compose import (
+    OF_METHODS,
     Command,
     as_loggers,
     class_name,
@@ -27,7 +28,6 @@ from fl_lightning.lab.cli.compose import (
     same_class,
 )
 from fl_lightning.lab.cli.run_folder import RunEvents
-from fl_lightning.machine.federated_strategy import FederatedStrategy
 from fl_lightning.machine.lightning import pl
 from fl_lightning.module import FederatedModule
 
@@ -41,8 +41,8 @@ def apply_options(command: Command) -> None:
     Afterwards the classes of ours have their whole paths, and ``method`` is a list of
     ``{class_path, init_args}``.
     """
-    config = full_paths(command.config)
-    config["trainer"] = _completed(config.get("trainer") or {})
+    config = dict(command.config)
+    config["trainer"] = config.get("trainer") or {}
     config["model"] = config.get("model") or {}
     methods = _items(config.get("method"))
     for option, text in command.options:
@@ -54,8 +54,14 @@ def apply_options(command: Command) -> None:
             # Another logger stands beside TensorBoard's, which true and null stand for.
             config["trainer"]["logger"] = [True]
         config = _put(config, option.split("."), _value(option, text))
-    config["trainer"] = _completed(config["trainer"])
-    config["method"] = [_checked(item) for item in methods]
+    trainer = config["trainer"]
+    if isinstance(trainer, dict) and "logger" in trainer:
+        events = f"{RunEvents.__module__}.{RunEvents.__qualname__}"
+        config["trainer"] = {**trainer, "logger": as_loggers(trainer["logger"], events)}
+    for item in methods:
+        cls = method_class(item)
+        item["class_path"] = f"{cls.__module__}.{cls.__qualname__}"
+    config["method"] = methods
     config = full_paths(config)
     for section, made in (("trainer", pl.Trainer), ("model", FederatedModule)):
         config[section] = _arguments(config[section], made)
@@ -70,11 +76,7 @@ def _value(option: str, text: str) -> Any:
         return None
     if text[:1] not in ("[", "{") and option != "trainer.logger":
         return text
-    value = plain_yaml(text, f"--{option}")
-    spaced = re.sub(r"([{,]\s*\w+):(?=[^\s/])", r"\1: ", text)
-    if isinstance(value, dict) and spaced != text:
-        raise UserError(f"{option}: {text!r} lacks a blank after each colon. Give {spaced!r}.")
-    return value
+    return plain_yaml(text, f"--{option}")
 
 
 def _typed(value: Any, hint: Any) -> Any:
@@ -90,7 +92,10 @@ def _typed(value: Any, hint: Any) -> Any:
             return value
         return {**value, "init_args": _arguments(arguments, made)}
     if isinstance(value, str):
-        kinds = {typing.get_args(each)[0] if _annotated(each) else each for each in _union(hint)}
+        kinds = set()
+        if typing.get_origin(hint) in (Union, types.UnionType):
+            # Of Annotated[int, …], int.
+            kinds = {getattr(each, "__origin__", each) for each in typing.get_args(hint)}
         if str not in kinds:
             return value
         with suppress(UserError):  # a number that YAML does not take is a text
@@ -106,22 +111,14 @@ def _arguments(given: Any, made: Any) -> Any:
     return {name: _typed(value, hint_of(made, name)) for name, value in given.items()}
 
 
-def _union(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else ()
-
-
-def _annotated(hint: Any) -> bool:
-    return typing.get_origin(hint) is typing.Annotated
-
-
 def _put(node: Any, keys: list[str], value: Any) -> Any:
     """Return a node of the config with ``value`` at ``keys``, which may leave out ``init_args``."""
     key, *rest = keys
     if isinstance(node, list):
-        # As in --trainer.callbacks+ Timer --trainer.callbacks.duration 1: of the last one.
+        # As in --trainer.callbacks+=Timer --trainer.callbacks.duration 1: of the last one.
         return [*node[:-1], _put(node[-1] if node else None, keys, value)]
     if isinstance(node, str):
-        node = {"class_path": names_of_ours().get(node, node)}
+        node = {"class_path": whole_path(node)}
     elif not isinstance(node, dict):
         # The class may follow.
         node = {"init_args": {}}
@@ -143,34 +140,13 @@ def _put(node: Any, keys: list[str], value: Any) -> Any:
 
 def _with_class(node: dict[str, Any], path: str) -> dict[str, Any]:
     """Return a node of the class at ``path``, with those of its arguments that this class takes."""
-    path = names_of_ours().get(path, path)
+    path = whole_path(path)
     arguments = node.get("init_args") or {}
     if not same_class(path, node.get("class_path")):
         cls = named(path)
         accepted = parameters(cls) if isinstance(cls, type) else []
         arguments = {name: value for name, value in arguments.items() if name in accepted}
     return {"class_path": path, "init_args": arguments}
-
-
-# --------------------------------------------------------------------------- the Trainer
-
-
-def _completed(trainer: Any) -> Any:
-    """Return the Trainer's loggers, and its strategy by its class if it has options."""
-    if not isinstance(trainer, dict):
-        return trainer
-    completed = dict(trainer)
-    if "logger" in trainer:
-        events = f"{RunEvents.__module__}.{RunEvents.__qualname__}"
-        completed["logger"] = as_loggers(trainer["logger"], events)
-    strategy = trainer.get("strategy")
-    if isinstance(strategy, dict) and strategy.get("class_path") == FederatedStrategy.strategy_name:
-        path = f"{FederatedStrategy.__module__}.{FederatedStrategy.__qualname__}"
-        completed["strategy"] = {**strategy, "class_path": path}
-    return completed
-
-
-# --------------------------------------------------------------------------- methods
 
 
 def _with_method(
@@ -183,39 +159,19 @@ def _with_method(
         _set(items, key, value)
         return items
     # The methods that run are no longer those of the configs.
-    command.names = [name for name in command.names if not name.startswith("method/")]
+    command.names = [name for name in command.names if not name.startswith(OF_METHODS)]
     return [*items, *_items(value)] if added else _items(value)
 
 
 def _items(value: Any) -> list[dict[str, Any]]:
-    """Return the methods that a list names, or a single one."""
+    """Return the methods that a list names, or a single one, each with its ``init_args``."""
     if not isinstance(value, list):
         value = [value] if value else []
-    return [_whole(item) for item in value]
-
-
-def _whole(item: Any) -> dict[str, Any]:
-    if not isinstance(item, dict | str):
-        raise UserError(
-            f"method: {str(item)[:60]!r} names no class. "
-            "Give text, such as ProximalTerm, or class_path."
-        )
-    if isinstance(item, str):
-        item = {"class_path": item}
-    return {**item, "init_args": dict(item.get("init_args") or {})}
-
-
-def _checked(item: dict[str, Any]) -> dict[str, Any]:
-    """Return a method with its whole class path; refuse arguments that its class does not have."""
-    cls = method_class(item)
-    for name in item["init_args"]:
-        if name not in parameters(cls):
-            raise UserError(
-                f"method.{name}: {cls.__name__} has no such argument."
-                f"{suggest(name, parameters(cls))} "
-                f"Accepted: {listed(parameters(cls)) or 'none'}."
-            )
-    return {**item, "class_path": f"{cls.__module__}.{cls.__qualname__}"}
+    items = []
+    for item in value:
+        node = item if isinstance(item, dict) else {"class_path": item}
+        items.append({**node, "init_args": dict(node.get("init_args") or {})})
+    return items
 
 
 def _set(items: list[dict[str, Any]], key: str, value: Any) -> None:
@@ -224,27 +180,25 @@ def _set(items: list[dict[str, Any]], key: str, value: Any) -> None:
     If several methods have it, it has to be given as ``Class.beta``.
     """
     keys = key.split(".")
-    accepted: dict[str, str] = {}
-    for item in items:
-        accepted |= dict.fromkeys(parameters(method_class(item)), class_name(item))
+    accepted = {class_name(item): parameters(method_class(item)) for item in items}
     owners = [item for item in items if class_name(item) == keys[0]]
     if owners and len(keys) > 1:
         keys = keys[1:]
     else:
-        owners = [item for item in items if keys[0] in parameters(method_class(item))]
+        owners = [item for item in items if keys[0] in accepted[class_name(item)]]
     if not owners:
-        methods = ", ".join(map(class_name, items)) or "no method is given"
-        options = listed(f"--method.{option}" for option in accepted)
+        names = list(chain(*accepted.values()))
+        options = listed(f"--method.{name}" for name in names)
         raise UserError(
-            f"--method.{key} {value}: no method of this run has the option {keys[0]!r} ({methods})."
-            f"{suggest(keys[0], accepted)} "
+            f"--method.{key} {value}: no method of this run has the option {keys[0]!r} "
+            f"({', '.join(accepted) or 'no method is given'}).{suggest(keys[0], names)} "
             f"Accepted: {options or 'nothing; FedAvg has no settings'}."
         )
     if len(owners) > 1:
-        names = list(map(class_name, owners))
+        names = [f"--method.{class_name(item)}.{key}" for item in owners]
         raise UserError(
-            f"--method.{key} {value}: {' and '.join(names)} both have the option {keys[0]!r}. Name "
-            f"the one that you mean: {', '.join(f'--method.{each}.{key}' for each in names)}."
+            f"--method.{key} {value}: several methods have the option {keys[0]!r}. Name the one "
+            f"that you mean: {' or '.join(names)}."
         )
     arguments = owners[0]["init_args"]
     arguments.update(_put(arguments, keys, value))

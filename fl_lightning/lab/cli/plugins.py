@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -29,14 +30,11 @@ def config_folders() -> Iterator[Path]:
     """Return each package's folder ``configs``, if it has one; the package is not imported."""
     for name in packages():
         # find_spec imports the parents of a nested package, and nothing else.
-        try:
+        with suppress(ImportError):
             found = find_spec(name)
-        except ImportError:
-            continue
-        locations = found.submodule_search_locations if found is not None else None
-        for location in locations or []:
-            if Path(location, "configs").is_dir():
-                yield Path(location, "configs")
+            for location in (found and found.submodule_search_locations) or []:
+                if Path(location, "configs").is_dir():
+                    yield Path(location, "configs")
 
 
 @cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from fl_lightning.callbacks.loggers.run_card import RunCard
 from fl_lightning.errors import UserError
@@ -69,17 +68,12 @@ class RunFolder(Checkpoint):
         return str(path) if path.is_file() else None
 
     @property
-    def state_key(self) -> str:
-        # Lightning refuses two equal keys when the Trainer is built. `setup` gives the better
-        # message for two folders.
-        return f"RunFolder {id(self)}"
-
-    @property
     def dirpath(self) -> str:
         return self._checkpoint.dirpath
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        _refuse_another(trainer)
+        if sum(isinstance(each, RunFolder) for each in vars(trainer)["callbacks"]) > 1:
+            raise UserError("callbacks: a run has one folder. Give the Trainer a single RunFolder.")
         callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
         for part in self._parts:
             # Those of an earlier fit by this Trainer.
@@ -90,7 +84,6 @@ class RunFolder(Checkpoint):
         callbacks.extend(self._parts)
         if stage != "fit" or not _writes(trainer):
             return
-        run_folder.check_name(self.folder)
         run_folder.check_writable(self.folder, "RunFolder")
         # Every later reader of the Trainer's root directory gets this folder.
         vars(trainer)["_default_root_dir"] = str(self.folder)
@@ -99,28 +92,16 @@ class RunFolder(Checkpoint):
         writer = run_folder.RunFolderWriter(self.folder, None, "", tensorboard=False)
         self._checkpoint.run = writer
         cards = [] if any(isinstance(each, RunCard) for each in callbacks) else [RunCard()]
-        record = RunRecord("", typed, self.arm, unknown=[])
-        self._parts = [writer, *cards, record, self._checkpoint, FolderRelease(writer)]
+        record = RunRecord("", typed, self.arm, unknown=[], writer=writer)
+        self._parts = [writer, *cards, self._checkpoint, record]
         # Lightning calls their `setup` too, as it comes to them.
         callbacks.extend(self._parts)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if _writes(trainer):
-            self._refuse_other_run(trainer, pl_module)
-
-    def _refuse_other_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        given = trainer.ckpt_path
-        own = [path.resolve() for path in run_folder.checkpoints(self.folder)]
         begun, module = self._begun
-        goes_on = begun is trainer and module is pl_module
-        goes_on = goes_on or (given is not None and Path(given).resolve() in own)
-        if run_folder.holds_run(self.folder) and not goes_on:
-            where = repr(str(self.folder))
-            raise UserError(
-                f"RunFolder({where}): this folder already holds a run, and it was not changed. Go "
-                f"on with it by trainer.fit(…, ckpt_path=RunFolder({where}).last), or give another "
-                "folder."
-            )
+        if _writes(trainer) and not (begun is trainer and module is pl_module):
+            way = f"trainer.fit(…, ckpt_path=RunFolder({str(self.folder)!r}).last)"
+            run_folder.refuse_other_run("RunFolder", self.folder, trainer.ckpt_path, way)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not _writes(trainer):
@@ -128,7 +109,7 @@ class RunFolder(Checkpoint):
         config = PythonConfig(trainer, pl_module, str(self.folder))
         for part in self._parts:
             if isinstance(part, run_folder.RunFolderWriter | RunRecord):
-                part.config = config.text()
+                part.config = config.text
             if isinstance(part, RunRecord):
                 part.unknown = config.unknown
         # Remove the logger of an earlier fit by the same Trainer.
@@ -136,45 +117,7 @@ class RunFolder(Checkpoint):
         trainer.loggers = [each for each in trainer.loggers if getattr(each, "path", 0) != path]
         self._begun = (trainer, pl_module)
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        if isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero and self.last:
-            # Lightning ends the program, and reports only that it was interrupted.
-            print(
-                f"stopped after {trainer.current_epoch} of {trainer.max_epochs} rounds; this goes "
-                "on: trainer.fit(module, data, "
-                f"ckpt_path=RunFolder({str(self.folder)!r}).last)",
-                flush=True,
-            )
-
-
-class FolderRelease(pl.Callback):
-    """Unlocks the folder after an exception, once all other callbacks have written to it.
-
-    Lightning calls no teardown then, and a notebook's process lives on.
-    """
-
-    def __init__(self, writer: run_folder.RunFolderWriter) -> None:
-        self.writer = writer
-
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        self.writer.teardown(trainer, pl_module, "fit")
-
 
 def _writes(trainer: pl.Trainer) -> bool:
     """Return whether this is more than a trial run."""
     return not vars(trainer).get("fast_dev_run")
-
-
-def _refuse_another(trainer: Any) -> None:
-    """Refuse two folders for one run."""
-    folders = [each.folder for each in trainer.callbacks if isinstance(each, RunFolder)]
-    if len(folders) > 1:
-        given = ", ".join(f"RunFolder({str(folder)!r})" for folder in folders)
-        raise UserError(
-            f"callbacks=[{given}]: a run has one folder, and this Trainer has {len(folders)} of "
-            f"them. Keep one: pl.Trainer(callbacks=[RunFolder({str(folders[0])!r})])."
-        )

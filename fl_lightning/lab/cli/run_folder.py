@@ -7,9 +7,8 @@ import os
 import re
 import shutil
 import stat
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +19,7 @@ from fl_lightning.machine.lightning import Checkpoint, Logger, TensorBoardLogger
 from fl_lightning.metrics import MODES, Directions, is_accuracy, read_record
 from fl_lightning.module import FederatedModule
 from fl_lightning.record.metrics_csv import MetricsCSV
-from fl_lightning.record.shown_metrics import shown_metrics
-from fl_lightning.storage import lock
+from fl_lightning.record.shown_metrics import compared_metrics
 from fl_lightning.storage.atomic_files import written_aside
 from fl_lightning.storage.lock import RunLock, held_by_all
 
@@ -72,59 +70,40 @@ def holds_run(folder: Path) -> bool:
     return rows > 1 or (rows == 1 and read_record(folder).get("status") == "done")
 
 
-def check_name(folder: Path) -> None:
-    """Refuse a name that no folder can have."""
-    problem = ""
-    try:
-        parts = [part.encode() for part in folder.absolute().parts]
-    except UnicodeEncodeError:
-        problem = "holds bytes that are no text"
-    else:
-        if b"\0" in b"".join(parts):
-            problem = "holds a zero byte"
-        if max(map(len, parts)) > 255 or sum(map(len, parts)) + len(parts) > 4000:
-            problem = "is too long for a file system (255 bytes a part, 4,000 in all)"
-    if problem:
-        raise UserError(
-            f"--trainer.default_root_dir {str(folder)[:100]!r}: this name {problem}. "
-            "Give another folder."
-        )
+def refuse_other_run(option: str, folder: Path, checkpoint: Any, way: str) -> None:
+    """Refuse a folder that holds a run, unless the run resumes from a ``checkpoint`` in it.
+
+    ``way``: how to go on with the run in the folder.
+    """
+    own = [path.resolve() for path in checkpoints(folder)]
+    if not holds_run(folder) or (checkpoint and Path(checkpoint).resolve() in own):
+        return
+    advice = (
+        f"Go on with it by {way}, or give" if own else "It has no checkpoint to go on from: give"
+    )
+    raise UserError(
+        f"{option} {folder}: this folder already holds a run, and it was not changed. {advice} "
+        f"another folder for a new run: {option} DIR."
+    )
 
 
 def check_writable(folder: Path, option: str = "--trainer.default_root_dir") -> None:
     """Refuse a folder that could not be created or written to; do not create it."""
     place = folder.absolute()
+    try:
+        place.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        # Some names are too long for a file system, or no text.
+        raise UserError(f"{option} {str(folder)[:100]!r}: {error}. Give another folder.") from None
     while not os.path.lexists(place):
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         problem = "is not writable" if place.is_dir() else "is not a folder"
-        files = "the run's config, metrics and checkpoints"
-        if option == "-o":
-            files = "the files of this command"
         raise UserError(
-            f"{option} {folder}: {place} {problem}. Give a folder that can be written to, for "
-            f"{files}."
+            f"{option} {folder}: {place} {problem}. Give a folder that can be written to."
         )
-
-
-def _not_writable(folder: Path, error: OSError) -> UserError:
-    return UserError(
-        f"--trainer.default_root_dir {folder}: cannot be written to ({error.strerror or error}). "
-        "Give another folder."
-    )
-
-
-# Charts for TensorBoard's tab "Custom scalars", where patterns select the metrics.
-_CHARTS = {
-    "accuracy": ["Multiline", ["val/acc$", "test/acc$", "clients/acc$"]],
-    "loss": ["Multiline", ["train/loss$", "val/loss$", "global/train_loss$"]],
-    "divergence": ["Multiline", ["divergence/.+"]],
-    "consensus": ["Multiline", ["consensus/.+"]],
-    "communication, bytes": ["Multiline", ["communication/(up|down|total)_bytes$"]],
-}
-
-# The hyper-parameters that TensorBoard's HPARAMS tab shows first.
-_COLUMNS = ("method", "seed", "client_optimizer/lr", "data/partition", "participation")
 
 
 class RunEvents(TensorBoardLogger):
@@ -136,86 +115,33 @@ class RunEvents(TensorBoardLogger):
     Args:
         folder: the run's folder, once it is locked.
         first_round: events of later rounds, written before the run was resumed, are dropped.
+        metrics: names of the metrics in the tab of hyper-parameters.
     """
 
-    def __init__(self, folder: str | None = None, first_round: int = 0) -> None:
+    def __init__(
+        self, folder: str | None = None, first_round: int = 0, metrics: Sequence[str] = ()
+    ) -> None:
+        self.metrics = metrics
         super().__init__(
             folder or "", name="", version="", purge_step=first_round, default_hp_metric=False
         )
-        # TensorBoard's thread raises its error again at the next write; once is enough.
-        if not isinstance(threading.excepthook, _ExceptTensorBoards):
-            threading.excepthook = _ExceptTensorBoards(threading.excepthook)
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        with self._written():
-            super().log_metrics(dict(metrics), step)
 
     def save(self) -> None:
-        with self._written():
-            self.experiment.flush()
-
-    def finalize(self, status: str) -> None:
-        with self._written():
-            super().finalize(status)
-
-    @contextmanager
-    def _written(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise cannot_write(f"TensorBoard's events in {self.log_dir}", error) from error
+        self.experiment.flush()
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
-        """Fill the tab of hyper-parameters, with the last accuracy and loss.
+        """Fill the tab of hyper-parameters, with the last values of ``metrics``.
 
         TensorBoardLogger's own method would log a -1.
         """
-        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from torch.utils.tensorboard import summary as tensorboard
 
         # TensorBoard has no types.
         writer = self.experiment._get_file_writer()
-        of_tensorboard = cast(Any, tensorboard)
-        measured = dict.fromkeys(("val/acc", "val/loss", "train/loss"), 0)
-        experiment, begun, ended = of_tensorboard.hparams(dict(params), measured)
-        plugin = experiment.value[0].metadata.plugin_data
-        content = HParamsPluginData.FromString(plugin.content)
-        for info in content.experiment.hparam_infos:
-            # The tab shows five settings by default, so those that differ between runs come first.
-            info.differs = info.name in _COLUMNS
-        plugin.content = content.SerializeToString()
-        for summary in (experiment, begun, ended):
+        measured = dict.fromkeys(self.metrics, 0)
+        for summary in cast(Any, tensorboard).hparams(dict(params), measured):
             writer.add_summary(summary, step)
-
-    @rank_zero_only
-    def log_layout(self, shown: list[str]) -> None:
-        """Lay out the tab of custom scalars.
-
-        The first chart has each metric that is ``shown`` and in no other chart.
-        """
-        from torch.utils.tensorboard import summary as tensorboard
-
-        patterns: list[str] = []
-        for _, names in _CHARTS.values():
-            patterns += names
-        known = re.compile("|".join(f"({pattern})" for pattern in patterns))
-        new = [name for name in shown if not known.match(name)]
-        charts = {name: ["Multiline", [f"{re.escape(name)}$"]] for name in new} | _CHARTS
-        layout = cast(Any, tensorboard).custom_scalars({"Federated": charts})
-        self.experiment._get_file_writer().add_summary(layout)
-
-
-class _ExceptTensorBoards:
-    """Shows what a thread raised as before, except the disk's error in TensorBoard's thread."""
-
-    def __init__(self, before: Callable[[threading.ExceptHookArgs], Any]) -> None:
-        self.before = before
-
-    def __call__(self, raised: threading.ExceptHookArgs) -> None:
-        writer = "tensorboard.summary.writer.event_file_writer"
-        if type(raised.thread).__module__ != writer or not isinstance(raised.exc_value, OSError):
-            self.before(raised)
 
 
 class RunFolderWriter(pl.Callback):
@@ -239,7 +165,6 @@ class RunFolderWriter(pl.Callback):
         self.config = config
         self.tensorboard = tensorboard
         self._written = False
-        self._laid_out = False
         self._lock: RunLock | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -248,18 +173,15 @@ class RunFolderWriter(pl.Callback):
             self._lock = held_by_all(self.folder, trainer)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._release()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         if self._lock is not None and not self._lock.used:
-            self._release()
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+            self.teardown(trainer, pl_module, "fit")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, FederatedModule)
@@ -275,47 +197,30 @@ class RunFolderWriter(pl.Callback):
             self.write_config()
         loggers: list[Logger] = [MetricsCSV(self.folder)]
         if self.tensorboard:
-            loggers.append(RunEvents(str(self.folder), first_round))
+            loggers.append(RunEvents(str(self.folder), first_round, compared_metrics(trainer)))
         trainer.loggers = [*loggers, *trainer.loggers]
         if trainer.is_global_zero:
             print(pl_module.describe(), flush=True)
+            for callback in pl_module.run.methods.callbacks:
+                if text := callback.announced():
+                    print(text, flush=True)
             line = f"→ {self.folder}"
-            if first_round:
+            if first_round and first_round != trainer.max_epochs:
                 # The console counts rounds from 1.
                 line += f", going on with round {first_round + 1}"
             print(line, flush=True)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # The metrics that the learner logs are known only after the first validation.
-        validated = trainer.fit_loop.epoch_loop.val_loop._has_run
-        if validated or not trainer.enable_validation:
-            self._lay_out(trainer)
-
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._lay_out(trainer)
-
-    def _lay_out(self, trainer: pl.Trainer) -> None:
-        """Give TensorBoard its layout, once."""
-        if not self._laid_out:
-            self._laid_out = True
-            for logger in trainer.loggers:
-                if isinstance(logger, RunEvents):
-                    logger.log_layout(shown_metrics(trainer))
-
     def _claim(self) -> Path:
         """Create the folder; if two runs start at once, each takes the next free one."""
         folder = self.folder
-        try:
-            while True:
-                try:
-                    folder.mkdir(parents=True, exist_ok=self.stem is None)
-                    return folder
-                except FileExistsError:
-                    if self.stem is None:
-                        raise
-                    folder = next_free(self.stem)
-        except OSError as error:
-            raise _not_writable(folder, error) from None
+        while True:
+            try:
+                folder.mkdir(parents=True, exist_ok=self.stem is None)
+                return folder
+            except OSError as error:
+                if not isinstance(error, FileExistsError) or self.stem is None:
+                    raise cannot_write(folder, error) from None
+                folder = next_free(self.stem)
 
     def write_config(self) -> None:
         """Write config.yaml when this is called for the first time."""
@@ -355,22 +260,15 @@ class RunCheckpoint(Checkpoint):
         return "RunCheckpoint"
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "monitor": self.monitor,
-            "mode": self.mode,
-            "best": self.best,
-            "best_round": self.best_round,
-        }
+        return {name: getattr(self, name) for name in ("monitor", "mode", "best", "best_round")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict["monitor"] == self.monitor:
-            self.best = state_dict["best"]
-            self.best_round = state_dict["best_round"]
-            self.mode = state_dict["mode"]
+        read = {name: state_dict[name] for name in self.state_dict()}
+        if read["monitor"] == self.monitor:
+            vars(self).update(read)
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the checkpoints."""
         return self.run.folder / "checkpoints"
 
     @property
@@ -388,9 +286,8 @@ class RunCheckpoint(Checkpoint):
             # A new run has no best value yet; there may be one of a checkpoint that was refused.
             self.mode = self.best = None
             self.best_round = -1
-        unknown = self.given and self.directions.known(self.monitor) is None
-        if unknown and not tells_mode(pl_module):
-            raise UserError(f"--monitor {self.monitor}: {self.directions.question([self.monitor])}")
+        if self.given and not tells_mode(pl_module):
+            self._check_known()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._follow(trainer)
@@ -438,16 +335,15 @@ class RunCheckpoint(Checkpoint):
 
     def _explain(self, trainer: pl.Trainer) -> None:
         """After the first validation without the metric, report why there is no best.ckpt."""
-        names = [name for name in trainer.callback_metrics if name.startswith("val")]
+        names = sorted(name for name in trainer.callback_metrics if name.startswith("val"))
         if names and not self.explained and trainer.is_global_zero:
             self.explained = True
             self._record(trainer)
-            modes = {name: self.directions.known(name) for name in sorted(names)}
-            decided = [name for name in modes if modes[name] is not None]
-            other = next(filter(is_accuracy, modes), decided[0] if decided else None)
-            way = f"--monitor {next(iter(modes))} --monitor_mode max (or min)"
-            if other:
-                way = f"--monitor {other}"
+            decided = [name for name in names if self.directions.known(name) is not None]
+            best = next(filter(is_accuracy, decided), decided[0] if decided else None)
+            way = (
+                f"--monitor {best}" if best else f"--monitor {names[0]} --monitor_mode max (or min)"
+            )
             print(f"no {self.monitor} is logged, so best.ckpt is not kept; {way} would keep it")
 
     def _record(self, trainer: pl.Trainer) -> None:
@@ -470,8 +366,7 @@ class RunCheckpoint(Checkpoint):
                 self._explain(trainer)
             return False
         self._record(trainer)
-        if self.directions.known(self.monitor) is None:
-            raise UserError(f"--monitor {self.monitor}: {self.directions.question([self.monitor])}")
+        self._check_known()
         mode = MODES[not self.directions.greater(self.monitor)]
         # The best value under the other mode is not the best under this one.
         if mode != self.mode:
@@ -486,6 +381,10 @@ class RunCheckpoint(Checkpoint):
         self.best_round = trainer.current_epoch
         return True
 
+    def _check_known(self) -> None:
+        if self.directions.known(self.monitor) is None:
+            raise UserError(f"--monitor {self.monitor}: {self.directions.question([self.monitor])}")
+
     def _link(self, trainer: pl.Trainer, source: Path, name: str = "best.ckpt") -> None:
         """Make the checkpoint ``name`` a link to ``source``."""
         link = self.folder / name
@@ -494,7 +393,6 @@ class RunCheckpoint(Checkpoint):
             return
         if link.exists() and link.samefile(source):
             return
-        lock.check(link)
         aside.unlink(missing_ok=True)
         try:
             os.link(source.resolve(), aside)

@@ -8,24 +8,26 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from jsonargparse import Namespace
 
 from fl_lightning.errors import Diverged, UserError
-from fl_lightning.lab.cli.compose import parse_yaml
-from fl_lightning.lab.cli.trackers import ids_of, trackers
+from fl_lightning.lab.cli.compose import as_list, class_name, parse_yaml
 from fl_lightning.machine.lightning import Timer, pl
 from fl_lightning.machine.processes import usable_cores
 from fl_lightning.metrics import metrics_hash, read_modes, read_record, write_record
-from fl_lightning.record.description import version_of
+from fl_lightning.record.description import settings, version_of, versions
 from fl_lightning.record.shown_metrics import shown_metrics
 
-_PACKAGES = ("fl-lightning", "torch", "pytorch-lightning", "numpy")
+# Tracker's logger → the argument that takes the id of the run to continue.
+_IDS = {"MLFlowLogger": "run_id", "WandbLogger": "id"}
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -80,7 +82,7 @@ def machine(trainer: pl.Trainer) -> dict[str, Any]:
     return {
         "processor": _processor(),
         "cores": usable_cores(),
-        "memory": _memory(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "threads": torch.get_num_threads(),
         "processes": trainer.world_size,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
@@ -89,20 +91,11 @@ def machine(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def _processor() -> str | None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        # On systems other than Linux the platform module has the name.
-        return platform.processor() or None
+    # On systems other than Linux the platform module has the name.
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text("utf-8", "replace") if file.is_file() else ""
     named = re.search(r"^model name\s*:\s*(.+)$", lines, re.MULTILINE)
-    return " ".join(named[1].split()) if named else None
-
-
-def _memory() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError):
-        return None
+    return " ".join(named[1].split()) if named else platform.processor() or None
 
 
 class RunRecord(pl.Callback):
@@ -120,6 +113,7 @@ class RunRecord(pl.Callback):
         axes: key of a sweep's grid → this run's value.
         unknown: keys that config.yaml lacks, for a run from Python; None: the run is from the
             command line.
+        writer: the callback that unlocks the folder after an exception.
     """
 
     def __init__(
@@ -130,38 +124,48 @@ class RunRecord(pl.Callback):
         claims_hash: str | None = None,
         axes: Mapping[str, str] | None = None,
         unknown: Sequence[str] | None = None,
+        writer: pl.Callback | None = None,
     ) -> None:
         self.config = config
         self.unknown = unknown
+        self.writer = writer
         self.command = list(command)
         self.given = {"arm": arm, "claims_hash": claims_hash, "axes": dict(axes or {})}
         # The folder is known, and this callback may write to it, once training starts.
         self._folder: Path | None = None
         self._kept: dict[str, Any] = {}
-        self._modes: dict[str, str] = {}
-        self._shown: list[str] = []
-        self._trackers: dict[str, str] = {}
-        self._notes: list[str] = []
+        self._names: dict[str, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         folder = Path(trainer.default_root_dir)
         self._folder = folder
         earlier = read_record(folder)
-        self._kept = {key: value or earlier.get(key) for key, value in self.given.items()}
-        self._kept["axes"] = self._kept["axes"] or {}
-        self._kept["config_hash"] = config_hash(parse_yaml(self.config) or {})
+        kept: dict[str, Any] = {key: value or earlier.get(key) for key, value in self.given.items()}
         # A run that starts again in a folder keeps nothing of the earlier run's record.
         earlier = earlier if trainer.current_epoch else {}
-        self._kept["started"] = earlier.get("started") or _now()
-        self._modes = read_modes(earlier.get("modes"))
-        self._trackers = trackers(folder) if earlier else {}
-        self._kept["commit"] = checkout() if trainer.is_global_zero else None
-        self._kept["machine"] = machine(trainer)
-        on_test = getattr(getattr(trainer, "datamodule", None), "validates_on_test", None)
+        data = getattr(trainer, "datamodule", None)
+        on_test = getattr(data, "validates_on_test", None)
         # None if the data module does not say.
-        self._kept["validated_on"] = None
-        if on_test is not None:
-            self._kept["validated_on"] = "test" if on_test else "validation"
+        validated_on = {None: None, True: "test", False: "validation"}[on_test]
+        self._kept = {
+            **kept,
+            "axes": kept["axes"] or {},
+            "seed": int(getattr(pl_module, "run_seed", 0)),
+            "title": pl_module.describe().split(" · ")[0],  # type: ignore[operator]
+            "settings": settings(pl_module.run, trainer),
+            "partition_hash": getattr(data, "partition_hash", None),
+            "validated_on": validated_on,
+            "config_hash": config_hash(parse_yaml(self.config) or {}),
+            "started": earlier.get("started") or _ended(folder, "")["ended"],
+            "commit": checkout() if trainer.is_global_zero else None,
+            "rounds": trainer.max_epochs,
+            "command": self.command,
+            **({} if self.unknown is None else {"unknown": list(self.unknown)}),
+            "machine": machine(trainer),
+            "versions": {**versions(), "numpy": version_of("numpy")},
+        }
+        trackers = earlier.get("trackers") or {}
+        self._names = {"modes": read_modes(earlier.get("modes")), "shown": [], "trackers": trackers}
         self._take_names(trainer)
         self._write("running", trainer)
 
@@ -171,6 +175,8 @@ class RunRecord(pl.Callback):
             self._write("running", trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._folder is None:
+            return
         rounds = trainer.max_epochs
         all_done = rounds is not None and 0 <= rounds <= trainer.current_epoch
         asked = getattr(pl_module, "stop_requested", False) or _out_of_time(trainer)
@@ -189,61 +195,37 @@ class RunRecord(pl.Callback):
         # which may be lost. A disk that failed may not take this either; its first error says more.
         with suppress(UserError):
             self._write(status, trainer)
+        # All other callbacks have written. A notebook's process lives on, without teardown.
+        if self.writer is not None:
+            self.writer.teardown(trainer, pl_module, "fit")
 
     def _take_names(self, trainer: pl.Trainer) -> bool:
         """Record torchmetrics' directions, the metrics shown, the trackers' ids, and warnings.
 
         Return whether any of them is new.
         """
-        before = (dict(self._modes), self._shown, self._trackers, self._notes)
-        self._notes = list(getattr(trainer.lightning_module, "notes", []))
-        shown = self._shown
-        logged = getattr(trainer.lightning_module, "logged", None)
-        names = [name for name in shown_metrics(trainer) if name in trainer.callback_metrics]
-        self._shown = names or shown
-        if logged is not None:
-            self._modes |= logged.modes_of(trainer.callback_metrics)
-        self._trackers = self._trackers | ids_of(trainer.loggers)
-        return (self._modes, self._shown, self._trackers, self._notes) != before
+        module: Any = trainer.lightning_module
+        before = self._names
+        shown = [name for name in shown_metrics(trainer) if name in trainer.callback_metrics]
+        self._names = {
+            "modes": before["modes"] | module.logged.modes_of(trainer.callback_metrics),
+            "shown": shown or before["shown"],
+            "trackers": before["trackers"] | ids_of(trainer.loggers),
+            "notes": list(module.notes),
+        }
+        return self._names != before
 
     def _write(self, status: str, trainer: pl.Trainer) -> None:
-        module = trainer.lightning_module
-        if self._folder is None or not trainer.is_global_zero:
-            return
-        title = type(module).__name__
-        describe: Callable[[], str] | None = getattr(module, "describe", None)
-        if describe is not None:
-            title = describe().split(" · ")[0]
-        data = getattr(trainer, "datamodule", None)
-        record = {
-            "status": status,
-            "seed": int(getattr(module, "run_seed", 0)),
-            "arm": self._kept["arm"],
-            "title": title,
-            # None if the data module does not say.
-            "partition_hash": getattr(data, "partition_hash", None),
-            "validated_on": self._kept["validated_on"],
-            "config_hash": self._kept["config_hash"],
-            "claims_hash": self._kept["claims_hash"],
-            "axes": self._kept["axes"],
-            "started": self._kept["started"],
-            "ended": None if status == "running" else _now(),
-            "metrics_hash": None if status == "running" else metrics_hash(self._folder),
-            "commit": self._kept["commit"],
-            "rounds": trainer.max_epochs,
-            "modes": self._modes,
-            "shown": self._shown,
-            "trackers": self._trackers,
-            "notes": self._notes,
-            "command": self.command,
-            **({} if self.unknown is None else {"unknown": list(self.unknown)}),
-            "machine": self._kept["machine"],
-            "versions": {
-                **{package: version_of(package) for package in _PACKAGES},
-                "python": platform.python_version(),
-            },
-        }
-        write_record(self._folder, record)
+        if self._folder is not None and trainer.is_global_zero:
+            record = {"status": status, **self._kept, **self._names}
+            write_record(self._folder, record | _ended(self._folder, status))
+
+
+def _ended(folder: Path, status: str) -> dict[str, Any]:
+    if status == "running":
+        return {"ended": None, "metrics_hash": None}
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"status": status, "ended": now, "metrics_hash": metrics_hash(folder)}
 
 
 def end_killed(folder: Path, rounds: int) -> bool:
@@ -258,16 +240,8 @@ def end_killed(folder: Path, rounds: int) -> bool:
     record = read_record(folder)
     if not was_killed(record) or not 0 < (record.get("rounds") or -1) <= rounds:
         return False
-    ended = {"status": "done", "ended": _now(), "metrics_hash": metrics_hash(folder)}
-    write_record(folder, record | ended)
+    write_record(folder, record | _ended(folder, "done"))
     return True
-
-
-def killed_before(folder: Path, rounds: int) -> int | None:
-    """Return how many rounds were asked of a run that was killed after ``rounds`` of them."""
-    record = read_record(folder)
-    asked = record.get("rounds") or -1  # -1: without end
-    return int(asked) if was_killed(record) and asked > rounds else None
 
 
 def was_killed(record: Mapping[str, Any]) -> bool:
@@ -277,11 +251,44 @@ def was_killed(record: Mapping[str, Any]) -> bool:
     return record.get("status") in ("running", "failed") and record.get("ended") is None
 
 
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
 def _out_of_time(trainer: pl.Trainer) -> bool:
     callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
     remaining = [callback.time_remaining() for callback in callbacks if isinstance(callback, Timer)]
     return any(seconds is not None and seconds <= 0 for seconds in remaining)
+
+
+def ids_of(loggers: Iterable[Any]) -> dict[str, str]:
+    """Return class → id of the tracker's run, for each logger that has begun one."""
+    # The `version` of one of Lightning's loggers is the id of its run, once there is a run.
+    named = {type(logger).__name__: logger.version for logger in loggers}
+    return {name: str(named[name]) for name in _IDS if named.get(name) is not None}
+
+
+def completed(config: Namespace, ids: Mapping[str, str]) -> Namespace:
+    """Return the config with ``ids`` in its loggers, and MLflow's local store if it names none
+    itself.
+
+    The returned config is a copy, because trackers do not change what a run is.
+
+    Raises:
+        UserError: a tracker's package is not installed.
+    """
+    config = config.clone()
+    for logger in as_list(config.trainer.logger):
+        name = class_name(logger.class_path) if isinstance(logger, Namespace) else ""
+        if name not in _IDS:
+            continue
+        package = name.removesuffix("Logger").lower()
+        if find_spec(package) is None:
+            raise UserError(
+                f"trainer.logger: {name} needs the package {package}, which is not installed: pip "
+                f"install {package}, or leave it out: -c logger/csv."
+            )
+        arguments = logger.init_args
+        if name in ids and arguments.get("version") is None and arguments.get(_IDS[name]) is None:
+            arguments[_IDS[name]] = ids[name]
+        # New versions of MLflow refuse Lightning's default, a folder of files.
+        if name == "MLFlowLogger" and arguments.get("save_dir") == "./mlruns":
+            uri = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
+            arguments["tracking_uri"] = arguments.get("tracking_uri") or uri
+    return config

@@ -7,8 +7,6 @@ option is used: names and types are read from the config and from the classes th
 from __future__ import annotations
 
 import difflib
-import importlib
-import os
 import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +24,7 @@ from fl_lightning.lab.cli.classes import (
     listed,
     named,
     needed,
+    no_class,
     parameters,
 )
 from fl_lightning.lab.cli.compose import class_name
@@ -61,15 +60,15 @@ def explained(message: str, config: Mapping[str, Any], options: Iterable[str]) -
     """
     path, told = place(message)
     settings = list(_settings(config, options))
-    section = path.split(".")[0]
     near = [each for each in settings if f"{each.path}.".startswith(f"{path}.") or not path]
-    others = [each for each in settings if each.path.split(".")[0] == section]
+    others = [each for each in settings if each.path.split(".")[0] == path.split(".")[0]]
     for each in [*near, *others]:
         if each.slip:
             return each.slip
     for each in near:
         if each.path == path and each.hint is not None:
-            return f"{path}: {each.value!r} is not accepted; {_wanted(each)}"
+            wanted = suggested(each.value, each.hint)
+            return f"{path}: {each.value!r} is not accepted; it has to be {wanted}"
     if missing := re.match("the following arguments are required: (.*)", told):
         names = missing[1]
         return (
@@ -77,14 +76,6 @@ def explained(message: str, config: Mapping[str, Any], options: Iterable[str]) -
             f"or the option --{names.split(',')[0]}."
         )
     return f"{path}: {told[:450]}" if path else told[:450]
-
-
-def _wanted(setting: Setting) -> str:
-    wanted = f"it has to be {suggested(setting.value, setting.hint)}"
-    if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", str(setting.value)) and "a list" in wanted:
-        name = setting.path.rpartition(".")[2]
-        wanted += f" Write {name}: [{{class_path: {setting.value}, init_args: {{…}}}}, …]."
-    return wanted
 
 
 def place(message: str) -> tuple[str, str]:
@@ -102,19 +93,14 @@ def place(message: str) -> tuple[str, str]:
     return ".".join(keys), " ".join(" ".join(told).split())
 
 
-# --------------------------------------------------------------------------- names
-
-
 def _settings(config: Mapping[str, Any], options: Iterable[str]) -> Iterator[Setting]:
     """Yield each argument of a config, and each name in it that is wrong."""
     names = list(options)
-    for section, made in _ARGUMENTS.items():
-        if section not in names:
-            continue
-        names += [f"{section}.{name}" for name in parameters(made)]
+    for section in filter(names.__contains__, _ARGUMENTS):
+        names += [f"{section}.{name}" for name in parameters(_ARGUMENTS[section])]
     for key, node in config.items():
         if key not in names:
-            yield Setting(key, slip=_no_option(key, "", node, names))
+            yield Setting(key, slip=_no_option(key, "", names))
         elif key in _ARGUMENTS and isinstance(node, dict):
             yield from _of_arguments(node, _ARGUMENTS[key], key)
         elif key in _OBJECTS:
@@ -126,7 +112,7 @@ def _of_arguments(given: Mapping[str, Any], made: Any, path: str) -> Iterator[Se
     accepted = parameters(made)
     for name, value in given.items():
         if name not in accepted:
-            slip = _no_option(name, path, value, accepted, made, given)
+            slip = _no_option(name, path, accepted, made, given)
             yield Setting(f"{path}.{name}", slip=slip)
             continue
         hint = pl.LightningModule if f"{path}.{name}" == _LEARNER else hint_of(made, name)
@@ -169,11 +155,15 @@ def _of_object(node: Mapping[str, Any], bases: list[type], path: str) -> Iterato
     made = next(filter(None, (named(node, each) for each in bases or [object])), None)
     slip = ""
     if beside := [name for name in node if name not in _IN_A_NODE]:
-        slip = _beside(beside, class_name(node), path)
+        slip = (
+            f"{path}: {listed(beside)} of {class_name(node)} stands beside class_path, where it is "
+            f"not read. Put it under init_args, indented further: init_args: {{{beside[0]}: …}}."
+            f"{suggest(beside[0], ['init_args'])}"
+        )
     elif "class_path" not in node:
         slip = f"{path}.{listed(arguments)}: no such option; give the class of {path} first."
     elif made is None:
-        slip = _no_class(str(node["class_path"]), base, path)
+        slip = no_class(str(node["class_path"]), base, path)
     elif bases and not _gives(made, bases):
         slip = _not_a(base, path, str(node["class_path"]))
     if slip:
@@ -182,9 +172,10 @@ def _of_object(node: Mapping[str, Any], bases: list[type], path: str) -> Iterato
     yield from _of_arguments(arguments, made, path)
     lacking = [name for name in needed(made) if name not in arguments]
     if lacking and "dict_kwargs" not in node:
-        wanted = ", ".join(f"--{path}.{name}" for name in lacking)
-        names = ", ".join(lacking)
-        slip = f"{path}: {class_name(node)} needs {names}. Give {wanted}, or init_args in a config."
+        slip = (
+            f"{path}: {class_name(node)} needs {', '.join(lacking)}. Give "
+            f"{', '.join(f'--{path}.{name}' for name in lacking)}, or init_args in a config."
+        )
         yield Setting(path, slip=slip)
 
 
@@ -198,85 +189,44 @@ def _gives(made: Any, bases: Iterable[type]) -> bool:
 def _no_option(
     name: str,
     path: str,
-    value: Any,
     accepted: Iterable[str],
     made: Any = None,
     given: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the paragraph for an option that there is not."""
     full = f"{path}.{name}".removeprefix(".")
-    rest = ""
-    while isinstance(value, dict) and len(value) == 1:
-        key, value = next(iter(value.items()))
-        rest += "" if key == "init_args" else f".{key}"
     names = list(accepted)
     hint = ""
     if close := difflib.get_close_matches(name, names, n=1):
-        hint = f" Did you mean `--{path}.{close[0]}{rest}`?".replace("--.", "--")
+        hint = f" Did you mean `--{path}.{close[0]}`?".replace("--.", "--")
     elif made is not None:
-        hint = _further_in(name, path, rest, made, given or {})
+        hint = _further_in(name, path, made, given or {})
     where = f" in {path}" if path else ""
     told = "no such option."
     if path not in ("", *_ARGUMENTS):
-        told = f"{class_name(made.__name__)} has no such argument."
-    return f"--{full}{rest}: {told}{hint} Accepted{where}: {listed(names)}."
+        told = f"{made.__name__} has no such argument."
+    return f"--{full}: {told}{hint} Accepted{where}: {listed(names)}."
 
 
-def _further_in(name: str, path: str, rest: str, made: Any, given: Mapping[str, Any]) -> str:
+def _further_in(name: str, path: str, made: Any, given: Mapping[str, Any]) -> str:
     """Suggest an argument of a class in an argument: data.partition.alpha for data.alpha."""
     for argument in parameters(made):
-        bases = classes_in(hint_of(made, argument))
-        chosen = named(given[argument], bases[0]) if bases and given.get(argument) else None
-        owners = [chosen] if chosen is not None else []
-        if not owners and bases:
-            every = [named(each, bases[0]) for each in choices(bases[0])]
-            owners = [cls for cls in every if cls is not None and cls.__module__.startswith("fl_")]
-        having = [cls.__name__ for cls in owners if name in parameters(cls)]
-        if having:
-            return f" Did you mean `--{path}.{argument}.{name}{rest}`, of {listed(having)}?"
+        for base in classes_in(hint_of(made, argument))[:1]:
+            chosen = named(given[argument], base) if given.get(argument) else None
+            owners = [chosen] if chosen else [named(each, base) for each in choices(base)]
+            having = [cls.__name__ for cls in owners if cls and name in parameters(cls)]
+            if having:
+                return f" Did you mean `--{path}.{argument}.{name}`, of {listed(having[:3])}?"
     return ""
-
-
-def _beside(names: list[str], cls: str, path: str) -> str:
-    if hint := suggest(names[0], ["init_args"]):
-        return f"{path}: {names[0]!r} stands beside class_path.{hint}"
-    shown = ", ".join(f"{name}: …" for name in names)
-    return (
-        f"{path}: {listed(names)} of {cls} stands beside class_path, where it is not read. Put it "
-        f"under init_args, indented further than that word: init_args: {{{shown[:100]}}}."
-    )
-
-
-def _no_class(name: str, base: type, path: str) -> str:
-    offered = choices(base)
-    hint = suggest(class_name(name), offered)
-    accepted = f" Accepted: {listed(offered)}, or a path such as my_module.MyClass."
-    if "." not in name:
-        return f"{path}: there is no class {name!r}.{hint}{accepted if offered else ''}"
-    try:
-        module = importlib.import_module(name.rpartition(".")[0])
-        reason = f"the module has no class {class_name(name)}"
-        hint = suggest(class_name(name), vars(module)) or hint
-    except Exception as error:
-        # The user's own module may raise anything.
-        reason = " ".join(str(error).split())[:200]
-    return f"{path}: {name!r} cannot be used: {reason}.{hint}"
 
 
 def _not_a(base: type, path: str, name: str) -> str:
     if base is FederatedDataModule:
         return (
-            f"{path}: {name} is not federated: nothing says who has which sample. Accepted: our "
-            f"data modules, or --data FromDataModule --data.datamodule {name} "
-            "--data.num_clients 100."
+            f"{path}: {name} is not federated: nothing says who has which sample. Give --data "
+            f"FromDataModule --data.datamodule {name} --data.num_clients 100."
         )
-    return (
-        f"{path}: {name} is no subclass of {base.__name__}. Give one, or a function that says what "
-        f"it returns: def make(…) -> {base.__name__}."
-    )
-
-
-# ------------------------------------------------------------- of what could not be built
+    return f"{path}: {name} is no subclass of {base.__name__}, or a function that returns one."
 
 
 def why_not_built(error: BaseException) -> str | None:
@@ -290,48 +240,15 @@ def why_not_built(error: BaseException) -> str | None:
         attempts = [line.strip().removeprefix("- ") for line in str(error).splitlines()[2:]]
         frame = (*_FRAME, "Expected a", "Not a valid subclass of", "Subclass types expect")
         telling = [text for text in attempts if not text.startswith(frame)]
-        message = " ".join(telling[:2]) if telling[:1] and telling[0].endswith(":") else None
-        message = message or (telling[0] if telling else None)
+        # A line that ends with a colon is about the next one.
+        message = " ".join(telling[: 2 if telling and telling[0].endswith(":") else 1]) or None
     return message
-
-
-def not_found(error: BaseException, config: dict[str, Any]) -> str | None:
-    """The paragraph for a file or folder that a class did not find; None for other errors.
-
-    It names the option whose value leads there.
-    """
-    found = re.search(r"No such file or directory: '([^']+)'", str(error))
-    if found is None or isinstance(error, UserError):
-        return None
-    path = found[1]
-    for option, value in _texts(config, ""):
-        if value and (path == value or path.startswith(f"{value.rstrip('/')}/")):
-            what = "" if path == value else f" ({path!r} is missing)"
-            return (
-                f"{option}: there is no file or folder {value!r}{what}. Give the path of one that "
-                f"exists; a relative one begins at {os.getcwd()}."
-            )
-    return None
-
-
-def _texts(node: Any, path: str) -> Iterator[tuple[str, str]]:
-    """(option, value) of all texts in a config, by the names that the command line has."""
-    if isinstance(node, str):
-        yield path, node
-    elif isinstance(node, list):
-        for place, item in enumerate(node):
-            yield from _texts(item, f"{path}[{place}]")
-    elif isinstance(node, dict):
-        for key, value in node.items():
-            inner = path if key == "init_args" else f"{path}.{key}".removeprefix(".")
-            yield from _texts(value, inner)
 
 
 def not_an_optimizer(error: Exception) -> str | None:
     """The paragraph for arguments that one of torch's optimizers refuses; None for other errors."""
     *_, last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    in_torch = last.f_globals["__name__"].startswith("torch.optim")
-    if not in_torch or last.f_code.co_name != "__init__":
+    if last.f_code.co_name != "__init__" or "torch.optim" not in last.f_globals["__name__"]:
         return None
     return (
         f"{type(last.f_locals['self']).__name__}: {error}. Mend the optimizer's arguments in "

@@ -11,6 +11,8 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +20,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fl_lightning import callbacks as packaged
 from fl_lightning.callback import FederatedCallback, Refusal
 from fl_lightning.datamodules.sources.memory import InMemoryDataModule
 from fl_lightning.evaluation import personal_models
 from fl_lightning.lab.contracts.check_report import Failed
 from fl_lightning.machine.lightning import LOGGERS, ModelCheckpoint, pl
 from fl_lightning.machine.processes import place
+from fl_lightning.models import MultiHead
 from fl_lightning.module import FederatedModule
 from fl_lightning.round.settings import SEQUENTIAL
 
-# This logger of torch prints a traceback for an error that the report shows.
-FAKE_TENSORS = "torch._subclasses.fake_tensor"
 # With batches of 4 these sizes give a client with one sample, short last batches, and different
 # K_i.
 SIZES = [1, 5, 9, 4, 12, 7]
@@ -49,6 +51,15 @@ class LowRank(nn.Linear):
         return super().forward(x) + self.scaling * (x @ self.lora_A.T) @ self.lora_B.T
 
 
+def layer(into: int, out: int, scaling: float, adapters: bool | str) -> nn.Module:
+    """Return a linear layer, with adapters of rank 2 or with RAVAN's heads; its bias is trained."""
+    if adapters != "heads":
+        return LowRank(into, out, 2, scaling) if adapters else nn.Linear(into, out)
+    made = MultiHead(nn.Linear(into, out), rank=2, heads=2)
+    made.linear.bias.requires_grad_(True)
+    return made
+
+
 class Learner(pl.LightningModule):
     """Two layers in float64, and a buffer that follows the inputs, not the weights.
 
@@ -59,7 +70,9 @@ class Learner(pl.LightningModule):
         dead: whether the loss is constant, so that all gradients are zero.
         embedding: None, or whether the gradient of an embedding before the layers is sparse. The
             embedding's second row and an extra parameter get no gradient at all.
-        adapters: whether the two layers' weights are frozen and have adapters, of rank 2.
+        adapters: whether the two layers' weights are frozen and have adapters, of rank 2; or
+            ``"heads"``: RAVAN's.
+        buffers: whether it has buffers, without an embedding; with buffers it cannot be stacked.
     """
 
     running_mean: Tensor
@@ -70,49 +83,63 @@ class Learner(pl.LightningModule):
         frozen: bool = False,
         dead: bool = False,
         embedding: bool | None = None,
-        adapters: bool = False,
+        adapters: bool | str = False,
+        buffers: bool = True,
     ) -> None:
         super().__init__()
         self.dead = dead
-        self.has_buffers = embedding is None
+        self.has_buffers = buffers and embedding is None
+        self.embeds = embedding is not None
         if embedding is not None:
             self.table = nn.Embedding(3, 3, sparse=embedding)
             self.unused = nn.Parameter(torch.zeros(2))
-        self.first: nn.Linear = LowRank(3, 4, 2, 0.5) if adapters else nn.Linear(3, 4)
-        self.head: nn.Linear = LowRank(4, 3, 2, 1.5) if adapters else nn.Linear(4, 3)
+        self.first: nn.Module = layer(3, 4, 0.5, adapters)
+        self.head: nn.Module = layer(4, 3, 1.5, adapters)
         self.double()
         generator = torch.Generator().manual_seed(5)
         for parameter in self.parameters():
             parameter.data = 0.5 * torch.randn(
                 parameter.shape, generator=generator, dtype=torch.float64
             )
-        for layer in (self.first, self.head) if adapters else ():
-            layer.weight.requires_grad_(False)
-            assert isinstance(layer, LowRank)
-            layer.lora_B.data.zero_()
+        for each in self.modules():
+            if isinstance(each, LowRank):
+                each.weight.requires_grad_(False)
+                each.lora_B.data.zero_()
+            if isinstance(each, MultiHead):
+                each.linear.weight.requires_grad_(False)
+                each.heads_s.data.fill_(1.0)
         if frozen:
-            self.first.bias.requires_grad_(False)
+            self.first_bias.requires_grad_(False)
         if self.has_buffers:
             # Both buffers depend only on the batches, so every method must leave them as FedAvg
             # does.
             self.register_buffer("running_mean", torch.zeros(3, dtype=torch.float64))
             self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
 
+    @property
+    def first_bias(self) -> Tensor:
+        """The bias that ``frozen`` freezes."""
+        first = self.first.linear if isinstance(self.first, MultiHead) else self.first
+        assert isinstance(first, nn.Linear)
+        return first.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embeds:
+            x = x + self.table((x[:, 0] > 0).long())
+        logits: Tensor = self.head(torch.tanh(self.first(x)))
+        return logits
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         if self.has_buffers:
             self.running_mean += 0.1 * (x.mean(0) - self.running_mean)
             self.batches += 1
-        else:
-            x = x + self.table((x[:, 0] > 0).long())
-        loss = nn.functional.cross_entropy(self.head(torch.tanh(self.first(x))), y)
+        loss = nn.functional.cross_entropy(self(x), y)
         return loss * 0.0 if self.dead else loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
-        if not self.has_buffers:
-            x = x + self.table((x[:, 0] > 0).long())
-        scores = self.head(torch.tanh(self.first(x)))
+        scores = self(x)
         self.log("val/loss", nn.functional.cross_entropy(scores, y))
         self.log("val/acc", (scores.argmax(1) == y).double().mean())
 
@@ -154,14 +181,13 @@ def quiet() -> Iterator[None]:
 
     Afterwards the caller's settings and random state are restored.
     """
-    quieted = {**dict.fromkeys(LOGGERS, logging.ERROR), FAKE_TENSORS: logging.CRITICAL}
-    loggers = {logging.getLogger(name): level for name, level in quieted.items()}
+    loggers = [logging.getLogger(name) for name in LOGGERS]
     levels = [logger.level for logger in loggers]
     threads = torch.get_num_threads()
     # The compared bits depend on the number of threads.
     torch.set_num_threads(1)
-    for logger, level in loggers.items():
-        logger.setLevel(level)
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
@@ -193,9 +219,28 @@ class Watch(pl.Callback):
 def required_by(method: type[FederatedCallback]) -> dict[str, Any]:
     """Return the arguments of FederatedModule without which a method refuses to run."""
     required: dict[str, Any] = {}
+    for name in method.needs_callbacks:
+        required |= required_by(getattr(packaged, name))
     for note in method.notes:
         required |= note.settings if isinstance(note, Refusal) else {}
     return required
+
+
+def with_needed(callbacks: Sequence[FederatedCallback]) -> list[FederatedCallback]:
+    """Return the callbacks, and those that they need beside them."""
+    there = {type(callback).__name__ for callback in callbacks}
+    added: dict[str, FederatedCallback] = {}
+    for callback in callbacks:
+        for name in callback.needs_callbacks:
+            if name not in there:
+                added[name] = getattr(packaged, name)()
+    return [*callbacks, *added.values()]
+
+
+@cache
+def own_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder for the files of this process's runs; it is removed at the end."""
+    return tempfile.TemporaryDirectory()
 
 
 def fit(
@@ -208,17 +253,19 @@ def fit(
     folder: str | None = None,
     resume: bool = False,
     trainer: dict[str, Any] | None = None,
-    adapters: bool = False,
+    adapters: bool | str = False,
+    whole: bool = True,
     **arguments: Any,
 ) -> FederatedModule:
     """Run on the CPU, unless ``trainer`` has another accelerator.
 
     ``folder``: where to keep its checkpoint; ``resume``: resume from that one. ``adapters``:
-    whether the learner has adapters, as it has if a method needs them.
+    whether the learner has adapters, or ``"heads"``, as it has if a method needs them. ``whole``:
+    whether callbacks that others need are added.
     """
-    required: dict[str, Any] = {}
-    for callback in callbacks:
-        required |= required_by(type(callback))
+    if whole:
+        callbacks = with_needed(callbacks)
+    required = dict(chain.from_iterable(required_by(type(each)).items() for each in callbacks))
     # Start with the defaults, apply the settings that the methods need, and then those that a check
     # varies.
     arguments = {
@@ -231,7 +278,7 @@ def fit(
         **required,
         **arguments,
     }
-    adapters |= any(callback.needs_adapters for callback in callbacks)
+    adapters = next((each.needs_adapters for each in callbacks if each.needs_adapters), adapters)
     module = FederatedModule(learner or Learner(adapters=adapters), **arguments)
     watchers: list[pl.Callback] = [Watch(started, ended)]
     if folder is not None:
@@ -241,7 +288,7 @@ def fit(
     fitted = pl.Trainer(
         max_epochs=rounds,
         callbacks=[*callbacks, *watchers],
-        default_root_dir=folder or tempfile.gettempdir(),
+        default_root_dir=folder or own_folder().name,
         logger=False,
         enable_checkpointing=folder is not None,
         enable_progress_bar=False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -32,19 +32,18 @@ from fl_lightning.round.settings import CONCURRENT, SEQUENTIAL, STACKED
 from fl_lightning.round.transaction import NOT_ASSIGNED
 from fl_lightning.schedules import Steps
 
-ROUNDING = 1e-10
+# A method may divide by small numbers of its own, which makes rounding larger.
+ROUNDING = 1e-7
 
 
 @dataclass
 class Method:
     """Makes new instances of the method under check.
 
-    ``plain`` is the run with which other runs are compared; ``looks`` has the attributes of its
-    callback before the first round and after each round.
+    ``plain`` is the run with which other runs are compared.
     """
 
     given: Callable[..., FederatedCallback]
-    looks: list[dict[str, Any]] = field(default_factory=list, init=False)
 
     def factory(self, **arguments: Any) -> FederatedCallback:
         """A new instance.
@@ -66,12 +65,7 @@ class Method:
     @cached_property
     def _first(self) -> tuple[FederatedCallback, Any, Outcome]:
         callback = self.factory()
-        self.looks.clear()
-
-        def look(module: Any) -> None:
-            self.looks.append(snapshots.take(callback))
-
-        module = fit([callback], started=look, ended=look)
+        module = fit([callback])
         # Hooks that are called later on it do not change the results of the run.
         return callback, module, outcome(module)
 
@@ -92,7 +86,7 @@ class Method:
     def fedavg(self, **settings: Any) -> Outcome:
         """Return the outcome of FedAvg with these settings and a learner like the method's."""
         if self.cls.needs_adapters:
-            settings["adapters"] = True
+            settings["adapters"] = self.cls.needs_adapters
         return fedavg(**{**required_by(self.cls), **settings})
 
     def learner(self, **given: Any) -> Learner:
@@ -195,7 +189,7 @@ def _neutral(method: Method, arguments: dict[str, Any]) -> FederatedCallback:
 def order_of_clients(method: Method) -> None:
     """Register the clients in reverse, and compare client by client.
 
-    All clients take part with full batches, because draws depend on the clients' numbers.
+    All clients take part with full batches, because draws depend on client IDs.
     """
     if method.cls.order < 0:
         raise NotApplicable("it changes what some clients send, by their numbers")
@@ -238,25 +232,27 @@ def order_of_training(method: Method) -> None:
 
 def engines(method: Method) -> None:
     refused = []
+    hint = (
+        "hooks that take clients see (n, D): per-client numbers are columns (n, 1), norms are "
+        "clients.norm(v), sums over coordinates are .sum(1, keepdim=True), no client's row enters "
+        "another's, and no attribute of self is set"
+    )
     # Parallel clients give the same bits as clients one after another; stacked clients agree up to
     # rounding.
     for name, together, tolerance in (
         (CONCURRENT, {"workers": 2}, 0.0),
-        (STACKED, {"clients_at_once": 2}, 1e-9),
+        (STACKED, {"clients_at_once": 3}, 1e-9),
     ):
         try:
-            ours = method.run(engine=name, **together)
+            ours = method.run(engine=name, **together, learner=method.learner(buffers=False))
         except UserError as error:
             refused.append(str(error))
             continue
-        require_same(
-            method.plain,
-            ours,
-            tolerance,
-            f"engine={name!r} and engine={SEQUENTIAL!r} differ",
-            "hooks that take clients see n rows: use clients.norm and columns (n, 1), and set no "
-            "attribute of self",
-        )
+        except (RuntimeError, TypeError, IndexError, ValueError) as error:
+            raise Failed(f"engine={name!r}: {where(error)}", hint) from error
+        what = f"engine={name!r} and engine={SEQUENTIAL!r} differ"
+        theirs = method.run(learner=method.learner(buffers=False))
+        require_same(theirs, ours, tolerance, what, hint)
     if len(refused) == 2:
         raise NotApplicable(f"refused: {refused[0]}")
 
@@ -279,7 +275,7 @@ def frozen(method: Method) -> None:
     before = method.learner(frozen=True)
     learner = method.learner(frozen=True)
     module = fit([method.factory()], learner=learner)
-    if not torch.equal(learner.first.bias, before.first.bias):
+    if not torch.equal(learner.first_bias, before.first_bias):
         hint = "change clients.x or server.update, not the learner"
         raise Failed("a parameter with requires_grad=False changed", hint)
     trained = [parameter for parameter in before.parameters() if parameter.requires_grad]
@@ -303,54 +299,17 @@ def resume(method: Method) -> None:
             raise Failed(
                 f"resuming after round 2 is refused: {str(error)[:120]} …", hint
             ) from error
+    # A checkpoint includes the attributes that the callback saves itself.
+    saved = {f"self.{name}" for name in method.used[0].state_dict()}
+    changed = snapshots.changes(snapshots.take(method.factory()), snapshots.take(method.used[0]))
+    named = ", ".join(name for name in changed if name not in saved) or "none"
     require_same(
         method.plain,
         resumed,
         0.0,
         "stopping after round 2 and resuming gives another result",
-        "state that no checkpoint knows: declare it as ClientState or ServerState",
-    )
-
-
-def declared(method: Method) -> None:
-    """After every round set attributes back to their earlier values.
-
-    If that changes the result, the method keeps state in attributes that it did not declare.
-    """
-    # A checkpoint includes the attributes that the callback saves itself.
-    saved = method.used[0].state_dict()
-    before, *after = method.looks
-    touched: set[str] = set().union(*(snapshots.changes(before, look) for look in after))
-    changed = sorted(name for name in touched if name.removeprefix("self.") not in saved)
-    if not changed:
-        return
-    names = ", ".join(changed)
-    hint = (
-        "no checkpoint, process or engine knows it: declare it as ClientState, ServerState or "
-        "Scratch; what is fixed for a run is computed in on_fit_start"
-    )
-    again = method.factory()
-    first: dict[str, Any] = {}
-    try:
-        left = outcome(
-            fit(
-                [again],
-                started=lambda module: first.update(snapshots.originals(again, changed)),
-                ended=lambda module: snapshots.put_back(again, first, changed),
-            )
-        )
-    except Exception as error:
-        raise Failed(
-            f"{names} changed during the run and is needed later, but is not declared as a state: "
-            f"{where(error)}",
-            hint,
-        ) from error
-    require_same(
-        method.plain,
-        left,
-        0.0,
-        f"{names} changed during the run, is not declared, and matters later",
-        hint,
+        "state that no checkpoint knows: declare it as ClientState or ServerState. Attributes that "
+        f"the run changed: {named}",
     )
 
 

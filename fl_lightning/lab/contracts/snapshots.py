@@ -3,7 +3,6 @@ changes."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from fl_lightning.callback import Declaration, FederatedCallback
 
-FRAMEWORKS = {"_declared", "_bound_transaction", "_bound_run"}
+FRAMEWORKS = {"_declared", "_bound_transaction", "_bound_run", "log", "log_dict"}
 
 
 def take(callback: FederatedCallback) -> dict[str, Any]:
@@ -41,35 +40,6 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         if name not in before or name not in after or not _equal(before[name], after[name]):
             names.append(name)
     return sorted(names)
-
-
-def originals(callback: FederatedCallback, names: list[str]) -> dict[str, Any]:
-    """Return copies of the named attributes, as far as they exist now, for :func:`put_back`."""
-    copies = {}
-    for name in names:
-        attributes = vars(_holder(callback, name))
-        attribute = name.split(".")[1]
-        if attribute in attributes:
-            copies[name] = copy.deepcopy(attributes[attribute])
-    return copies
-
-
-def put_back(callback: FederatedCallback, kept: dict[str, Any], names: list[str]) -> None:
-    """Give the named attributes these values again; remove attributes that did not exist."""
-    for name in names:
-        holder = _holder(callback, name)
-        attribute = name.split(".")[1]
-        if name in kept:
-            setattr(holder, attribute, copy.deepcopy(kept[name]))
-        elif attribute in vars(holder):
-            delattr(holder, attribute)
-
-
-def _holder(callback: FederatedCallback, name: str) -> Any:
-    cls = name.split(".")[0]
-    if cls == "self":
-        return callback
-    return next(base for base in type(callback).__mro__ if base.__name__ == cls)
 
 
 def _copied(value: Any, depth: int = 0) -> Any:

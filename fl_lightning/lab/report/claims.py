@@ -7,51 +7,43 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
+from fl_lightning.accepted import FiniteFloat, NonNegativeFloat, check
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.lab.cli.compose import parse_yaml
 from fl_lightning.lab.report.runs import Found, ReportedRun
 from fl_lightning.lab.report.scores import FORMS, SCORES
-from fl_lightning.metrics import MODES
 
-# Kind → the keys that it needs, besides id and metric.
-KINDS: dict[str, tuple[str, ...]] = {
-    "difference": ("a", "b", "direction", "margin"),
-    "every_seed": ("a", "b", "direction", "margin"),
-    "equivalence": ("a", "b", "margin"),
-    "interaction": ("a", "b", "c", "d", "direction", "margin"),
-    "to_target": ("a", "b", "direction", "margin", "target", "cost"),
-    "trend": ("direction", "over"),
-    "diverges": ("arm", "against"),
+# Kind → the keys that it needs, besides id and metric, and the further keys that it accepts.
+KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "difference": (("a", "b", "direction", "margin"), ("scale",)),
+    "every_seed": (("a", "b", "direction", "margin"), ("scale",)),
+    "equivalence": (("a", "b", "margin"), ("scale", "direction")),
+    "interaction": (("a", "b", "c", "d", "direction", "margin"), ("scale",)),
+    "to_target": (("a", "b", "direction", "margin", "target", "cost"), ("scale",)),
+    "trend": (("direction", "over"), ("arm", "margin")),
+    "diverges": (("arm", "against"), ("direction", "margin", "factor")),
 }
 # The kinds that compare two arms with each other.
 OF_TWO_ARMS = ("difference", "every_seed", "equivalence")
-COSTS = ("rounds", "bytes", "gradients")
-_CHOICES = {
-    "score": SCORES,
-    "direction": ("greater", "less"),
-    "scale": ("difference", "log_ratio"),
-    "kind": tuple(KINDS),
-    "cost": COSTS,
-    "mode": MODES,
-}
+_OF_ALL = ("id", "metric", "kind", "score", "mode", "primary")
 _TEXTS = ("text", "family", "paper_predicts", "we_predict")
-_ANY = ("id", "metric", "kind", "score", "mode", "primary", *_TEXTS)
-# Kind → further keys that it accepts.
-_MORE: dict[str, tuple[str, ...]] = {
-    "difference": ("scale",),
-    "every_seed": ("scale",),
-    "equivalence": ("scale", "direction"),
-    "interaction": ("scale",),
-    "to_target": ("scale",),
-    "trend": ("arm", "margin"),
-    "diverges": ("direction", "margin", "factor"),
+# What keys accept besides any text.
+_ACCEPTED: dict[str, Any] = {
+    "score": Literal["tail", "last10", "smoothed", "last", "max"],
+    "direction": Literal["greater", "less"],
+    "scale": Literal["difference", "log_ratio"],
+    "kind": Literal[tuple(KINDS)],
+    "cost": Literal["rounds", "bytes", "gradients"],
+    "mode": Literal["max", "min"],
+    "primary": bool,
+    "margin": NonNegativeFloat,
+    "factor": NonNegativeFloat,
+    "target": FiniteFloat | dict[str, Any],
 }
-# Keys with numbers, and their smallest accepted values.
-_NUMBERS = {"margin": 0.0, "factor": 0.0, "target": -math.inf}
 
 
 @dataclass(frozen=True)
@@ -114,8 +106,8 @@ class Claim:
 class ClaimsFile:
     """A claims.yaml; ``stated`` are the hashes that runs recorded when they started.
 
-    ``names`` maps an arm's name in the claims to the report's name. ``folders``: the run folders of
-    the sweeps to which the claims belong; empty: the claims are about all runs.
+    ``names`` maps an arm's name in the claims to the report's name. ``group``: the group of the
+    sweeps to which the claims belong; "": the claims are about all runs.
     """
 
     path: Path
@@ -123,7 +115,7 @@ class ClaimsFile:
     hash: str
     stated: tuple[str, ...]
     names: Mapping[str, str]
-    folders: tuple[Path, ...] = ()
+    group: str = ""
 
     @property
     def changed(self) -> bool | None:
@@ -147,17 +139,10 @@ def gather(found: Found, given: Path | None) -> list[ClaimsFile]:
     for sweep in found.sweeps:
         if sweep.claims is None:
             continue
-        runs = [run for run in found.runs if run.folder in sweep.runs]
-        file = replace(read_claims(sweep.claims, runs), names=sweep.names, folders=sweep.runs)
-        # One claim may be about several sweeps, each with its copy of the file.
-        if first := files.get(file.hash):
-            file = replace(
-                file,
-                stated=first.stated + file.stated,
-                names={**first.names, **file.names},
-                folders=first.folders + file.folders,
-            )
-        files[file.hash] = file
+        # Sweeps with the same claims are one, each with its copy of the file.
+        if sweep.group not in files:
+            file = read_claims(sweep.claims, found.of(sweep.group).runs)
+            files[sweep.group] = replace(file, names=sweep.names, group=sweep.group)
     ids: dict[str, Path] = {}
     for file in files.values():
         for claim in file.claims:
@@ -185,8 +170,7 @@ def read_claims(path: Path, runs: Iterable[ReportedRun]) -> ClaimsFile:
         raise UserError(
             f"--claims {path}: cannot be read ({' '.join(str(error).split())})."
         ) from None
-    if not isinstance(entries, list):
-        raise UserError(f"--claims {path}: a list of claims is expected, each with id and metric.")
+    check(f"--claims {path}: claims", entries, list)
     claims = tuple(_claim(path, number, entry) for number, entry in enumerate(entries, start=1))
     for claim in claims:
         if sum(other.id == claim.id for other in claims) > 1:
@@ -207,78 +191,46 @@ def read_claims(path: Path, runs: Iterable[ReportedRun]) -> ClaimsFile:
 
 def _claim(path: Path, number: int, entry: Any) -> Claim:
     where = f"--claims {path}, claim {number}"
-    if not isinstance(entry, dict):
-        raise UserError(f"{where}: a mapping is expected, with id, metric and what its kind needs.")
-    _check_keys(where, entry)
+    check(where, entry, dict)
+    for key, value in entry.items():
+        check(f"{where}: {key}", value, _ACCEPTED.get(key, Any))
     kind = entry.get("kind", "difference")
+    needed = ("id", "metric", *KINDS[kind][0])
+    if kind == "trend" and entry.get("over") == "layers":
+        needed += ("arm",)
+    known = (*_OF_ALL, *_TEXTS, *KINDS[kind][0], *KINDS[kind][1])
+    for key in entry:
+        if key not in known:
+            raise UserError(
+                f"{where}: the key {key!r} is not known in a claim of kind {kind}."
+                f"{suggest(str(key), known)} Known: {', '.join(known)}."
+            )
+    if missing := [key for key in needed if entry.get(key) is None]:
+        raise UserError(
+            f"{where}: {', '.join(missing)} missing. "
+            f"Every claim of kind {kind} has {', '.join(needed)}."
+        )
     fields: dict[str, Any] = {"a": "", "b": "", "direction": "greater", "margin": 0.0}
-    fields |= {key: str(value) for key, value in entry.items() if value is not None}
-    for key in _NUMBERS:
-        of_an_arm = key == "target" and isinstance(entry.get(key), dict)
-        if key in entry and not of_an_arm:
-            fields[key] = _number(where, key, entry[key])
-    fields |= _target(where, entry.get("target"))
-    primary = entry.get("primary", False)
-    if not isinstance(primary, bool):
-        raise UserError(f"{where}: primary {primary!r}: true or false is expected.")
-    fields["primary"] = primary
+    kinds: dict[str, Any] = {"margin": float, "factor": float, "primary": bool}
+    for key, value in entry.items():
+        if key == "target":
+            fields |= _target(where, value)
+        elif value is not None:
+            # The name of an arm may look like a number.
+            fields[key] = kinds.get(key, str)(value)
     # Costs differ by factors, so compare their logarithms.
     if kind == "to_target":
         fields["scale"] = "log_ratio"
     if kind == "trend" and fields["over"] == "layers":
-        fields["metric"] = _form(where, fields["metric"])
+        fields["metric"] = fields["metric"].rstrip("/")
+        check(f"{where}: metric", fields["metric"], Literal[tuple(f.rstrip("/") for f in FORMS)])
     return Claim(**fields)
 
 
-def _check_keys(where: str, entry: Mapping[str, Any]) -> None:
-    """Refuse unknown choices and keys, and an entry that lacks a key of its kind."""
-    for key, accepted in _CHOICES.items():
-        if key in entry and entry[key] not in accepted:
-            raise UserError(
-                f"{where}: {key} {entry[key]!r} is not known. Accepted: {', '.join(accepted)}."
-            )
-    kind = entry.get("kind", "difference")
-    required = ("id", *KINDS[kind][:2], "metric", *KINDS[kind][2:])
-    known = (*_ANY, *KINDS[kind], *_MORE[kind])
-    for key in entry:
-        if key not in known:
-            hint = suggest(str(key), known)
-            raise UserError(
-                f"{where}: the key {key!r} is not known in a claim of kind {kind}.{hint} "
-                f"Known: {', '.join(known)}."
-            )
-    # YAML can write half of a surrogate pair, which could not be encoded in a report.
-    try:
-        "".join(map(str, entry.values())).encode()
-    except UnicodeEncodeError:
-        raise UserError(
-            f"{where}: it holds text that cannot be written to a file (a lone surrogate)."
-        ) from None
-    missing = [key for key in required if entry.get(key) is None]
-    if kind == "trend" and entry.get("over") == "layers" and not entry.get("arm"):
-        missing.append("arm")
-    if missing:
-        raise UserError(
-            f"{where}: {', '.join(missing)} missing. "
-            f"Every claim of kind {kind} has {', '.join(required)}."
-        )
-
-
-def _number(where: str, key: str, value: Any) -> float:
-    # A bool is an int in Python, so check the exact type.
-    if type(value) not in (int, float) or not _NUMBERS[key] <= value < 1e300:
-        accepted = "a number" if key == "target" else "a number of at least 0"
-        unit = ""
-        if key == "margin":
-            unit = ", in the metric's own unit"
-        raise UserError(f"{where}: {key} {value!r}: {accepted} is expected{unit}.")
-    return float(value)
-
-
 def _target(where: str, target: Any) -> dict[str, Any]:
-    """Return the fields of a target that is another arm's score."""
+    """Return the fields of a target: a number, or the score of another arm."""
     if not isinstance(target, dict):
-        return {}
+        return {"target": float(target)}
     score = target.get("score", SCORES[0])
     if set(target) - {"arm", "score"} or not target.get("arm") or score not in SCORES:
         raise UserError(
@@ -286,11 +238,3 @@ def _target(where: str, target: Any) -> dict[str, Any]:
             f"{{arm: ARM, score: SCORE}} with a score of {', '.join(SCORES)}."
         )
     return {"target": math.nan, "target_arm": str(target["arm"]), "target_score": score}
-
-
-def _form(where: str, metric: str) -> str:
-    """Return the form of the consensus by layer for a trend over layers."""
-    forms = [form.rstrip("/") for form in FORMS]
-    if metric.rstrip("/") not in forms:
-        raise UserError(f"{where}: metric {metric!r}: over layers it is one of {', '.join(forms)}.")
-    return metric.rstrip("/")

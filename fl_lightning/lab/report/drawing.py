@@ -4,9 +4,9 @@ state.
 
 from __future__ import annotations
 
+import base64
 import html
 import io
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +19,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-# On the page these two colours follow its light or dark theme.
 INK = "#1f2430"
 GRID = "#d9dce3"
 COLOURS = ("#2f7ed8", "#e4572e", "#2a9d5c", "#a35bd6", "#c98a00", "#17a2b8", "#d6457e", "#8a93a0")
@@ -31,35 +30,20 @@ VERDICT_COLOURS = {
     "inconclusive": "#c98a00",
 }
 _SETTINGS: Any = {
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "text.color": INK,
     "text.parse_math": False,
-    "figure.facecolor": "white",
     "axes.axisbelow": True,
-    "axes.edgecolor": INK,
-    "axes.facecolor": "none",
     "axes.formatter.useoffset": False,
     "axes.grid": True,
-    "axes.labelcolor": INK,
-    "axes.labelsize": 10,
-    "axes.linewidth": 0.8,
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "axes.titlecolor": INK,
     "axes.titlelocation": "left",
     "axes.titlesize": 10.5,
     "grid.color": GRID,
     "grid.linewidth": 0.7,
-    "legend.edgecolor": GRID,
     "legend.fontsize": 9.5,
     "legend.frameon": False,
     "lines.linewidth": 1.8,
-    "xtick.color": INK,
-    "xtick.labelcolor": INK,
     "xtick.labelsize": 9,
-    "ytick.color": INK,
-    "ytick.labelcolor": INK,
     "ytick.labelsize": 9,
     # Keep text as text, and give the same figure the same bytes.
     "svg.fonttype": "none",
@@ -75,11 +59,9 @@ class Style:
 
     ``markers``: markers of arms, in addition to colours and dashes; none on a page, which has
     colours. ``width``, ``text_width``: widths of a figure in one column and of a wide one, in
-    inches; None: each figure's own. ``scale``: factor of heights and fonts. ``colours``,
-    ``shades``: colours of arms, and of heat maps.
+    inches; None: each figure's own. ``scale``: factor of heights and fonts.
     """
 
-    name: str
     colours: tuple[str, ...]
     dashes: tuple[Any, ...]
     markers: str = ""
@@ -87,7 +69,6 @@ class Style:
     text_width: float | None = None
     scale: float = 1.0
     dpi: int = 150
-    shades: str = "viridis"
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def look(self, number: int) -> dict[str, Any]:
@@ -104,11 +85,10 @@ class Style:
 
 
 STYLES = {
-    "page": Style("page", COLOURS, DASHES),
+    "page": Style(COLOURS, DASHES),
     # Colours of Okabe and Ito, in an order in which their greys differ; dashes and markers show the
     # same.
     "paper": Style(
-        "paper",
         ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#777777"),
         ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2)), (0, (7, 2))),
         markers="osD^vXP*",
@@ -116,7 +96,6 @@ STYLES = {
         text_width=6.9,
         scale=0.75,
         dpi=300,
-        shades="Greys",
         settings={
             "font.size": 8,
             "axes.labelsize": 8,
@@ -150,13 +129,12 @@ def in_style(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure with its place on the page; a page shows one figure of a ``group`` at a time."""
+    """A figure; a page shows one at a time of those whose keys begin with the same word."""
 
     key: str
     title: str
     caption: str
     figure: Figure
-    group: str = ""
 
 
 Made = TypeVar("Made")
@@ -258,7 +236,7 @@ _METADATA: dict[str, Any] = {
 
 
 @styled
-def saved(drawn: Figure, form: str, transparent: bool = False) -> bytes:
+def saved(drawn: Figure, form: str) -> bytes:
     """Return the figure in one of the formats; the same figure gives the same bytes."""
     # Lay out the figure's parts once, and not again for each format.
     if drawn.get_layout_engine() is not None:
@@ -267,26 +245,14 @@ def saved(drawn: Figure, form: str, transparent: bool = False) -> bytes:
     file = io.BytesIO()
     dpi: Any = style().dpi if form == "png" else "figure"
     metadata = _METADATA.get(form)
-    drawn.savefig(file, format=form, dpi=dpi, metadata=metadata, transparent=transparent)
+    drawn.savefig(file, format=form, dpi=dpi, metadata=metadata)
     return file.getvalue()
 
 
 def inline(drawing: Drawing) -> str:
     """Return the figure as part of an HTML page, with a label for readers who cannot see it."""
-    text = saved(drawing.figure, "svg", transparent=True).decode()
-    text = text[text.index("<svg") :]
-    unused = r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->"
-    text = re.sub(unused, "", text, flags=re.DOTALL)
-    # Several figures share the page, so make the ids of each unique.
-    text = re.sub(r'\bid="', f'id="{drawing.key}-', text)
-    text = re.sub(r'(href="|url\()#', rf"\1#{drawing.key}-", text)
-    # Ink, grid and font follow the page's theme; only the font's size stays.
-    text = text.replace(INK, "currentColor").replace(GRID, "var(--line)")
-    text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", text)
-    # The figure is as wide as the page allows, up to its own width (in px of 3/4 pt).
-    size = re.search(r'<svg[^>]*?width="([\d.]+)pt"', text)
-    width = f' style="max-width: {float(size[1]) * 4 / 3:.0f}px"' if size else ""
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    data = base64.b64encode(saved(drawing.figure, "svg")).decode()
+    # The figure is as wide as the page allows, up to its own width (in px of 1/96 inch).
+    width = f"max-width: {drawing.figure.get_figwidth() * 96:.0f}px"
     label = html.escape(drawing.title)
-    return text.replace("<svg", f'<svg role="img" aria-label="{label}"{width}', 1).strip()
+    return f'<img src="data:image/svg+xml;base64,{data}" alt="{label}" style="{width}">'

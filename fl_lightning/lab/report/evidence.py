@@ -104,7 +104,7 @@ def _contrast(claim: Claim, arms: Mapping[str, Seeds], found: Found, notes: list
         notes.append(absent(found, claim.metric))
         return Evidence()
     made = Evidence()
-    left_out: dict[str, list[str]] = {}
+    left_out: list[str] = []
     for seed in sorted(set.intersection(*(set(arms[name]) for name in names))):
         runs = {name: arms[name][seed] for name in names}
         values = {name: _value(claim, run, arms) for name, run in runs.items()}
@@ -114,13 +114,13 @@ def _contrast(claim: Claim, arms: Mapping[str, Seeds], found: Found, notes: list
         contrast = sum(s * p for s, p in zip((1, -1), known, strict=False)) if whole else None
         made.take(seed, contrast, *_speaks(claim, runs, values))
         if not whole:
-            left_out.setdefault(_why_left_out(claim, runs), []).append(str(seed))
-    for reason, seeds in left_out.items():
-        which = (
-            f"seed {', '.join(seeds)} is" if len(seeds) == 1 else f"seeds {', '.join(seeds)} are"
-        )
-        why = f"{which} left out, because a run {reason}"
-        notes.append(f"{' − '.join(runs)} in {claim.metric}: {why}.")
+            left_out.append(str(seed))
+    if left_out:
+        reason = "diverged, or has a score that is not finite or has no log"
+        if claim.kind == "to_target":
+            reason = "never reaches the target"
+        which = f"{' − '.join(names)} in {claim.metric}, seed {', '.join(left_out)}"
+        notes.append(f"{which}: left out, because a run {reason}.")
     return made
 
 
@@ -148,19 +148,6 @@ def _speaks(
     signs = ((claim.a, 1), (claim.b, -1), (claim.c, -1), (claim.d, 1))
     ends = [claimed * sign * worst for name, sign in signs if name in gone]
     return min(ends) <= 0, max(ends) >= 0
-
-
-def _why_left_out(claim: Claim, runs: Mapping[str, ReportedRun]) -> str:
-    if claim.kind == "to_target":
-        return "never reaches the target"
-    if any(run.status == "diverged" for run in runs.values()):
-        return "diverged, so it has no score to compare"
-    if any(has_lost(run, claim.metric, claim.score) for run in runs.values()):
-        return "has a value that is not finite, so it has no score to compare"
-    scores = [score_of(run, claim.metric, claim.score) for run in runs.values()]
-    if claim.scale == "log_ratio" and _not_positive(scores):
-        return "has a score of 0 or below, which has no log"
-    return "has no score to compare"
 
 
 def _not_positive(scores: Iterable[float | None]) -> bool:
@@ -204,11 +191,8 @@ def between(scale: str, a: float | None, b: float | None) -> float | None:
 def _note_unpaired(one: str, other: str, arms: Mapping[str, Seeds], notes: list[str]) -> None:
     for name, partner in ((one, other), (other, one)):
         if unpaired := sorted(arms[name].keys() - arms[partner].keys()):
-            one_seed = len(unpaired) == 1
-            which = f"Seed{'s' * (not one_seed)} {', '.join(map(str, unpaired))} of {name}"
-            pairs = "has no pair" if one_seed else "have no pairs"
-            seeds = "this seed" if one_seed else "these seeds"
-            notes.append(f"{which} {pairs}: {partner} has no finished run with {seeds}.")
+            which = f"{name}, seed {', '.join(map(str, unpaired))}"
+            notes.append(f"{which}: no pair, because {partner} has no such finished run.")
 
 
 def _refuse_other_partition(a: ReportedRun, b: ReportedRun) -> None:

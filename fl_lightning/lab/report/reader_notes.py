@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
-from fl_lightning.lab.report.chosen import choices, on_test_samples
 from fl_lightning.lab.report.claims import ClaimsFile
 from fl_lightning.lab.report.evidence import absent, logged
-from fl_lightning.lab.report.fairness import after_last_round, measured_nobody, over_rounds
-from fl_lightning.lab.report.runs import Found, ReportedRun, ReportedSweep, read_table
+from fl_lightning.lab.report.runs import Found, ReportedRun
 from fl_lightning.lab.report.scores import SCORES, has_lost
+from fl_lightning.metrics import without_prefix
 
 
 def notes_on(found: Found, metric: str, files: Sequence[ClaimsFile]) -> list[str]:
@@ -24,7 +23,6 @@ def notes_on(found: Found, metric: str, files: Sequence[ClaimsFile]) -> list[str
         notes += _on_arm(name, runs)
         for each in scored:
             notes += _on_infinite(name, runs, each)
-        notes += _on_clients(runs, metric)
     # Scores of runs with unequal numbers of rounds are allowed, but do not compare only the
     # methods.
     if len({run.rounds_done for run in found.runs if run.status == "done"}) > 1:
@@ -32,14 +30,13 @@ def notes_on(found: Found, metric: str, files: Sequence[ClaimsFile]) -> list[str
     if waiting := Counter(status for _, _, status in found.waiting):
         counts = ", ".join(f"{number} {status}" for status, number in waiting.items())
         notes.append(f"Some runs of the sweep have no run.json: {counts}.")
+    notes += _on_own_models(found, metric)
     commits = dict.fromkeys(
         str(commit)[:12] for run in found.runs if (commit := run.record.get("commit"))
     )
     notes += _on_test(found)
     if len(commits) > 1:
         notes.append(f"The runs were made at different commits: {', '.join(commits)}.")
-    for sweep in found.sweeps:
-        notes += _on_candidates(sweep)
     return notes
 
 
@@ -64,50 +61,40 @@ def _on_test(found: Found) -> list[str]:
     return []
 
 
+def _on_own_models(found: Found, metric: str) -> list[str]:
+    """Note the arms whose clients use their own models, if the metric measures the server's."""
+    own = f"clients/{without_prefix(metric)}"
+    arms = []
+    for name, runs in found.arms.items():
+        shown = [run.record.get("shown") or [] for run in runs]
+        if own != f"clients/{metric}" and any(own in each and metric not in each for each in shown):
+            arms.append(name)
+    if not arms:
+        return []
+    note = (
+        f"{metric} measures the server's model, but the clients of {', '.join(arms)} use their own "
+        f"models, which {own} measures. Do not compare arms by {metric}."
+    )
+    if all(own in run.columns for run in found.runs if run.finished):
+        return [f"{note} All arms log {own}: give report --metric {own}."]
+    return [f"{note} Add PerClientEvaluation to all arms, and compare them by {own}."]
+
+
 def _on_claims(found: Found, files: Sequence[ClaimsFile]) -> list[str]:
     notes = []
     for file in files:
-        runs = [run for run in found.runs if not file.folders or run.folder in file.folders]
-        if file.stated and (without := len(runs) - len(file.stated)) > 0:
-            notes.append(
-                f"{without} of {len(runs)} runs recorded no claims, although other runs recorded "
-                "theirs."
-            )
         # If a claim was changed after its runs began, it was not made before them.
         if file.changed:
             notes.append(
                 f"{file.path} was edited after the runs started: no run recorded its present hash."
             )
-        elif others := sum(stated != file.hash for stated in file.stated):
-            notes.append(
-                f"{others} of {len(file.stated)} runs recorded other claims than those in "
-                f"{file.path}."
-            )
-    for stated, runs in _unread(found, {file.hash for file in files}).items():
+    stating = [run for run in found.runs if run.record.get("claims_hash")]
+    if stating and not files:
         notes.append(
-            f"{len(runs)} runs, such as {runs[0].folder}, recorded claims (SHA-256 "
-            f"{stated[:12]}…), but claims.yaml was removed. So this report cannot judge what was "
-            "claimed before the runs."
+            f"{len(stating)} runs, such as {stating[0].folder}, recorded claims, but claims.yaml "
+            "was removed. So this report cannot judge what was claimed before the runs."
         )
     return notes
-
-
-def _unread(found: Found, read: Set[str]) -> dict[str, list[ReportedRun]]:
-    """Return hash of claims that runs recorded, and that the report has not read → these runs."""
-    unread: dict[str, list[ReportedRun]] = {}
-    if not read:
-        for run in found.runs:
-            if stated := run.record.get("claims_hash"):
-                unread.setdefault(str(stated), []).append(run)
-        return unread
-    # If some claims were read, other sweeps may have lost theirs.
-    for sweep in found.sweeps:
-        runs = [run for run in found.runs if run.folder in sweep.runs]
-        stating = [run for run in runs if run.record.get("claims_hash")]
-        known = any(run.record["claims_hash"] in read for run in stating)
-        if sweep.claims is None and stating and not known:
-            unread.setdefault(str(stating[0].record["claims_hash"]), []).extend(stating)
-    return unread
 
 
 def _warnings(run: ReportedRun) -> list[str]:
@@ -158,43 +145,3 @@ def _on_infinite(name: str, runs: Sequence[ReportedRun], metric: str) -> list[st
         f"such run has lost, as if it had diverged, in {scores}."
         for scores, which in seeds.items()
     ]
-
-
-def _on_clients(runs: Sequence[ReportedRun], metric: str) -> list[str]:
-    notes = []
-    for run in runs:
-        _, fault = after_last_round(run, metric)
-        path = run.folder / "clients.csv"
-        if fault and run.status == "done":
-            notes.append(
-                f"{path} {fault}. The file is damaged, so the fairness table leaves this run out."
-            )
-        elif run.status == "done" and measured_nobody(run):
-            notes.append(f"{path} has no rows: no client was measured after the last round.")
-        _, changed = over_rounds(run, metric)
-        if changed:
-            path = run.folder / "clients_rounds.csv"
-            notes.append(
-                f"{path}: the clients' mean differs from the mean that the run logged in "
-                f"{len(changed)} of its rounds, first in round {changed[0]}. The file is damaged, "
-                "so these rounds are not drawn."
-            )
-    return notes
-
-
-def _on_candidates(sweep: ReportedSweep) -> list[str]:
-    """Note if the arms of a sweep chose by test samples, or from unequal numbers of candidates."""
-    metrics = {choice.metric for choice in choices(sweep)}
-    notes = [
-        f"The arms of {sweep.folder} chose by {metric}, which is measured on the clients' test "
-        "samples. So their own scores on such samples may be too good."
-        for metric in sorted(filter(on_test_samples, metrics))
-    ]
-    arms = [row.get("arm") or "" for row in read_table(sweep.folder / "select.csv")]
-    counts = Counter(sweep.names.get(arm, arm) for arm in arms)
-    if len(set(counts.values())) > 1:
-        unequal = ", ".join(f"{arm} {number}" for arm, number in counts.items())
-        notes.append(
-            f"The arms of {sweep.folder} chose from different numbers of candidates: {unequal}."
-        )
-    return notes

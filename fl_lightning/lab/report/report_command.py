@@ -5,26 +5,28 @@ If it cannot read a file, it refuses with one paragraph that says why.
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.errors import UserError, cannot_write, suggest
 from fl_lightning.lab.cli.arguments import ArgumentParser
 from fl_lightning.machine.escaping import plain
 from fl_lightning.storage.atomic_files import named
 
 if TYPE_CHECKING:
-    from fl_lightning.lab.report.runs import Found
+    from fl_lightning.lab.report.cells import Table
+    from fl_lightning.lab.report.summary import Summary
 
 FORMATS = ("png", "svg", "pdf")
 METRIC = "val/acc"
 DESCRIPTION = """Compare runs: tables, curves, paired intervals, verdicts on claims.
 
 Reads folders of runs and of sweeps (with their claims.yaml). Writes report.html (a page to read),
-report.md, report.tex, report.csv (one row per run), curves.csv (one row per value), report.json
-(all numbers without rounding) and figures/ (PNG, SVG and PDF)."""
+report.md, report.tex, report.csv (one row per run), report.json (all numbers without rounding) and
+figures/ (PNG, SVG and PDF)."""
 
 
 def parser() -> ArgumentParser:
@@ -44,7 +46,9 @@ def parser() -> ArgumentParser:
     )
     made.add_argument(
         "--targets",
-        default="",
+        default=[],
+        type=_targets,
+        metavar="NUMBERS",
         help="values of the metric, such as 0.8,0.9; the report gives rounds, bytes and seconds "
         "to each",
     )
@@ -54,7 +58,18 @@ def parser() -> ArgumentParser:
         choices=("max", "min"),
         help="whether greater or less is better for --metric, if its name does not say so",
     )
-    _add_files(made)
+    made.add_argument(
+        "--claims",
+        type=Path,
+        metavar="FILE",
+        help="claims to judge, instead of the sweeps' claims.yaml",
+    )
+    _add_look(made)
+    return made
+
+
+def _add_look(made: ArgumentParser) -> None:
+    """Add the options of what the report shows, and how."""
     made.add_argument(
         "--label",
         action="append",
@@ -71,47 +86,29 @@ def parser() -> ArgumentParser:
     )
     made.add_argument(
         "--figures",
-        default=",".join(FORMATS),
+        default=list(FORMATS),
+        type=_formats,
         metavar="FORMATS",
-        help="formats of figures, or none to write no figures (default: %(default)s)",
+        help=f"formats of figures, or none to write no figures (default: {','.join(FORMATS)})",
     )
     made.add_argument(
         "--no_seconds",
         action="store_true",
         help="leave out seconds, for runs that shared their machine with other work",
     )
-    return made
 
 
-def _add_files(made: ArgumentParser) -> None:
-    """Add the options that name files beside the runs."""
-    made.add_argument(
-        "--claims",
-        type=Path,
-        metavar="FILE",
-        help="claims to judge, instead of the sweeps' claims.yaml",
-    )
-    made.add_argument(
-        "--published",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="FILE",
-        help="numbers that a paper printed, to show beside yours; you can give this option several "
-        "times",
-    )
-
-
-def main(argv: Sequence[str]) -> int:
+def main(
+    argv: Sequence[str], further: Callable[[Summary], list[Table]] = lambda summary: []
+) -> int:
     """Write the report that ``argv`` asks for, print where it is, and return 0.
+
+    ``further``: a function that returns tables of a study, to stand after the report's own.
 
     Raises:
         UserError: the user has to correct something; nothing has been written.
     """
     options = parser().parse_args(list(argv))
-    # Check what you typed before reading any file.
-    targets = _targets(options.targets)
-    formats = _formats(options.figures)
     # The modules that read and draw are slow to import, and a typing error should be reported
     # before.
     from fl_lightning.lab.report.evidence import logged
@@ -119,27 +116,34 @@ def main(argv: Sequence[str]) -> int:
     from fl_lightning.lab.report.summary import summarise
 
     found = find(options.folders)
-    metric = options.metric or _headline(found)
+    metric = options.metric or METRIC
     # Runs that have logged nothing so far may still log the metric.
     if options.metric and found.metrics and not logged(found, metric):
         raise UserError(
             f"report --metric {metric}: no run logs it.{suggest(metric, found.metrics)} They log "
             f"{', '.join(found.metrics)[:400]}."
         )
+    claimed = options.claims is not None or any(
+        (folder / "claims.yaml").is_file() for folder in options.folders
+    )
+    anything = any(logged(found, name) for name in found.metrics)
+    if not options.metric and anything and not claimed and not logged(found, metric):
+        raise UserError(
+            f"report: no run logs {metric}, which it scores without --metric. They log "
+            f"{', '.join(found.metrics)[:400]}: give --metric with one of them."
+        )
     found.directions.given[metric] = options.mode
-    summary = summarise(found, metric, targets, options.claims, options.published)
+    summary = summarise(found, metric, options.targets, options.claims)
     summary.timed = not options.no_seconds
-    from fl_lightning.lab.report.labels import labels_of
-    from fl_lightning.lab.report.report_files import contents, leftovers
+    from fl_lightning.lab.report.report_files import contents
 
-    labels = labels_of(options.label, list(summary.arms))
-
+    labels = _labels(options.label, list(summary.arms))
     title = " and ".join(folder.resolve().name for folder in options.folders[:3])
     if len(options.folders) > 3:
         title += " and others"
-    written = contents(summary, title, labels, options.style, formats)
+    written = contents(summary, title, labels, options.style, options.figures, further)
     out = options.out or (options.folders[0] if len(options.folders) == 1 else Path("report"))
-    _write(out, written, leftovers(out, written))
+    _write(out, written)
     for verdict in summary.verdicts:
         print(plain(f"{verdict.claim.id}: {verdict.printed}"))
     for note in summary.notes:
@@ -151,28 +155,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _headline(found: Found) -> str:
-    """Return the metric that is scored by default: val/acc, or the metric of clients' own models.
-
-    Clients' own metric comes first if a run is shown by it and all runs log it: then its val/…
-    measures a mean of models, or of personal parts, which no client uses.
-    """
-    for run in found.runs:
-        shown = run.record.get("shown")
-        first = shown[0] if isinstance(shown, list) and shown else ""
-        of_clients = isinstance(first, str) and first.startswith("clients/")
-        if of_clients and all(first in each.columns for each in found.runs):
-            return str(first)
-    return METRIC
-
-
 def _formats(text: str) -> list[str]:
     formats = [] if text == "none" else text.split(",")
     for name in formats:
         if name not in FORMATS:
-            raise UserError(
-                f"report --figures {text}: {name!r} is not one of {', '.join(FORMATS)}. Accepted: "
-                "one or more of these with commas between, or the word none."
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is not one of {', '.join(FORMATS)}. Give one or more of these with "
+                "commas between, or the word none"
             )
     return formats
 
@@ -186,23 +175,41 @@ def _targets(text: str) -> list[str]:
         except ValueError:
             finite = False
         if not finite:
-            raise UserError(
-                f"report --targets {text}: {target!r} is not a number. Accepted: numbers, such as "
-                "0.8,0.9."
+            raise argparse.ArgumentTypeError(
+                f"{target!r} is not a number. Give numbers, such as 0.8,0.9"
             )
     return targets
 
 
-def _write(out: Path, written: dict[str, bytes], leftovers: Sequence[Path]) -> None:
+def _labels(texts: Sequence[str], arms: Sequence[str]) -> dict[str, str]:
+    """Return arm → its label, from ``ARM=TEXT``.
+
+    Raises:
+        UserError: there is no such arm, or two arms would have the same name.
+    """
+    labels: dict[str, str] = {}
+    for text in texts:
+        arm, _, label = text.partition("=")
+        if arm not in arms or not label.strip():
+            raise UserError(
+                f"report --label {text}: give ARM=TEXT, such as fedavg=FedAvg."
+                f"{suggest(arm, arms)} The arms are {', '.join(arms)[:300]}."
+            )
+        labels[arm] = label.strip()
+    shown = [labels.get(arm, arm) for arm in arms]
+    twice = [label for label in shown if shown.count(label) > 1]
+    if twice:
+        raise UserError(
+            f"report --label: two arms would be called {twice[0]!r}; give each arm its own name."
+        )
+    return labels
+
+
+def _write(out: Path, written: dict[str, bytes]) -> None:
     try:
         for name, data in written.items():
             path = out / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
-        # Delete files of an earlier report, which would look like part of this one.
-        for path in leftovers:
-            path.unlink()
     except OSError as error:
-        raise UserError(
-            f"report --out {out}: cannot be written to ({error.strerror}). Give another folder."
-        ) from None
+        raise cannot_write(out, error) from None

@@ -7,66 +7,33 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from fl_lightning.lab.report import charts, curves, report_tables
+from fl_lightning.lab.report import figures, report_tables
 from fl_lightning.lab.report.cells import Table
 from fl_lightning.lab.report.drawing import FORMATS, Drawing, in_style, inline, saved
-from fl_lightning.lab.report.labels import relabelled
-from fl_lightning.lab.report.latex import breakable, heading, tex, widths
 from fl_lightning.lab.report.scores import SCORES
-from fl_lightning.lab.report.summary import COSTS, Summary
+from fl_lightning.lab.report.summary import COSTS, Summary, relabelled
 from fl_lightning.machine.escaping import markdown, paragraph, plain
 from fl_lightning.metrics import comma_separated
 
-# The first parts of keys, in the order of reading, with their titles in the table of contents.
-ORDER = {
-    "claims": "",
-    "gains": "Published gains",
-    "scores": "Scores",
-    "pivot": "Settings",
-    "intervals": "",
-    "pairs": "Differences",
-    "curves": "",
-    "budgets": "Equal cost",
-    "target": "Until {}",
-    "communication": "Communication",
-    "heatmap": "",
-    "consensus": "Consensus",
-    "generalisation": "Generalisation",
-    "fairness": "Fairness",
-    "clients": "",
-    "measurements": "Measurements",
-    "published": "Published",
-    "chosen": "Chosen",
-    "runs": "",
-}
-COSTS_OF_CURVES = (
-    "cost/gradients",
-    "communication/total_bytes",
-    "time/virtual",
-    "time/round",
-    "time/cpu",
-)
+# The first parts of the names of figures' files.
+FIGURES = ("intervals", "curves", "measurements")
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: figures above tables; several figures are behind tabs."""
+    """A part of the page: a table, or a figure, of which several are behind tabs."""
 
     key: str
-    name: str
     title: str
-    tables: Sequence[Table]
+    tables: Sequence[Table] = ()
     drawings: Sequence[Drawing] = ()
-    group: str = ""
 
 
 def contents(
@@ -75,41 +42,43 @@ def contents(
     labels: Mapping[str, str] | None = None,
     style: str = "page",
     formats: Sequence[str] = FORMATS,
+    further: Callable[[Summary], list[Table]] = lambda summary: [],
 ) -> dict[str, bytes]:
     """Return name → bytes of every file of the report.
 
-    ``labels``: arm → its name in tables and figures; report.json, report.csv and curves.csv keep
+    ``labels``: arm → its name in tables and figures; report.json and report.csv keep
     arms. ``style``: style of the figures. ``formats``: formats in which figures are written;
-    without any there are no figures, also not on the page.
+    an empty list leaves out all figures, on the page, too. ``further``: a function that returns
+    the tables after the report's own.
     """
-    with in_style(style):
-        return _contents(summary, title, labels, formats)
-
-
-def _contents(
-    summary: Summary, title: str, labels: Mapping[str, str] | None, formats: Sequence[str]
-) -> dict[str, bytes]:
     original = summary
     summary = relabelled(summary, labels or {})
-    tables = report_tables.tables(summary)
-    drawings = _drawings(summary) if formats else []
-    shown = {
-        "title": title,
-        "summary": summary,
-        "lead": lead(summary),
-        "tables": tables,
-        "drawings": drawings,
-        "format": next(iter(formats), None),
-        "sections": _sections(tables, drawings),
-        "verdicts": report_tables.shown_first(summary.verdicts),
-        "sentence": lambda claim: report_tables.sentence(claim, summary.called),
-        "unit": lambda compared: report_tables.difference_unit(summary, compared),
-    }
+    tables = [*report_tables.tables(summary), *further(summary)]
     texts = {}
-    for kind in ("html", "md", "tex"):
-        texts[f"report.{kind}"] = _templates(kind).get_template(f"report.{kind}").render(shown)
+    drawn = {}
+    with in_style(style):
+        drawings: list[Drawing] = []
+        if formats:
+            drawings = figures.intervals(summary)
+            drawings += figures.curves(summary) + figures.measurements(summary)
+        shown = {
+            "title": title,
+            "summary": summary,
+            "lead": lead(summary),
+            "tables": tables,
+            "drawings": drawings,
+            "format": next(iter(formats), None),
+            "sections": _sections(tables, drawings),
+            "verdicts": report_tables.shown_first(summary.verdicts),
+            "sentence": lambda claim: report_tables.sentence(claim, summary.called),
+            "unit": lambda compared: report_tables.difference_unit(summary, compared),
+        }
+        for kind in ("html", "md", "tex"):
+            template = _templates(kind).get_template(f"report.{kind}")
+            texts[f"report.{kind}"] = template.render(shown)
+        for drawing, ending in product(drawings, formats):
+            drawn[f"figures/{drawing.key}.{ending}"] = saved(drawing.figure, ending)
     texts["report.csv"] = comma_separated(rows(original))
-    texts["curves.csv"] = comma_separated(list(points(original)))
     numbers = stable(original.to_json())
     document = json.dumps(numbers, indent=1, ensure_ascii=False, allow_nan=False)
     texts["report.json"] = document + "\n"
@@ -122,11 +91,7 @@ def _contents(
         texts["pivot.csv"] = comma_separated(spreadsheet)
     # Make all files in memory before writing the first, so that an error leaves the old report
     # complete.
-    written = {name: text.encode() for name, text in texts.items()}
-    for drawing in drawings:
-        for ending in formats:
-            written[f"figures/{drawing.key}.{ending}"] = saved(drawing.figure, ending)
-    return written
+    return {**{name: text.encode() for name, text in texts.items()}, **drawn}
 
 
 def stable(value: Any) -> Any:
@@ -136,32 +101,6 @@ def stable(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [stable(each) for each in value]
     return float(f"{value:.12g}") if isinstance(value, float) else value
-
-
-def leftovers(out: Path, written: Collection[str]) -> list[Path]:
-    """Return the files in ``out`` that an earlier report left and that this one has not
-    ``written``.
-    """
-    found = [out / "pivot.csv", *sorted(out.glob("figures/*"))]
-    left = []
-    for path in found:
-        # A figure's file name begins with that of its section; other files belong to somebody else.
-        ours = path.stem.partition("-")[0] in ORDER and path.suffix[1:] in (*FORMATS, "csv")
-        if ours and path.is_file() and path.relative_to(out).as_posix() not in written:
-            left.append(path)
-    return left
-
-
-def _drawings(summary: Summary) -> list[Drawing]:
-    return [
-        *charts.intervals(summary),
-        *curves.curves(summary),
-        *charts.heat_map(summary),
-        *charts.layers(summary),
-        *charts.generalisation(summary),
-        *charts.clients(summary),
-        *curves.measurements(summary),
-    ]
 
 
 def _templates(kind: str) -> Environment:
@@ -181,7 +120,7 @@ def _templates(kind: str) -> Environment:
         finalize=lambda value: plain(value) if type(value) is str else value,
         **marks,
     )
-    templates.filters |= {"tex": tex, "heading": heading, "widths": widths, "breakable": breakable}
+    templates.filters |= {"tex": tex, "widths": widths, "breakable": breakable}
     templates.filters |= {"markdown": markdown, "paragraph": paragraph}
     templates.filters["label"] = lambda key: re.sub("[^a-z0-9]+", "-", key)
     templates.filters["inline"] = inline
@@ -189,23 +128,14 @@ def _templates(kind: str) -> Environment:
 
 
 def _sections(tables: Sequence[Table], drawings: Sequence[Drawing]) -> list[Section]:
+    """Return the figures of each kind, and then each table."""
     made = []
-    for key, name in ORDER.items():
-        own = [table for table in tables if table.key.split("-")[0] == key]
-        group = [drawing for drawing in drawings if (drawing.group or drawing.key) == key]
-        for table in own:
-            # A folded table comes below the figure with the same numbers, if there is one.
-            if not (table.folded and group):
-                short = (name or table.title).format(table.key.partition("-")[2])
-                made.append(Section(table.key, short, table.title, [table]))
-        # Figures that show the same data in several ways are shown as tabs.
-        if group:
-            title = group[0].title.partition(":")[0] if key != "curves" else "Curves"
-            if len(group) == 1:
-                title = group[0].title
-            folded = [table for table in own if table.folded]
-            made.append(Section(f"figure-{key}", name or title, title, folded, group, key))
-    return made
+    for key in FIGURES:
+        own = [drawing for drawing in drawings if drawing.key.split("-")[0] == key]
+        if own:
+            title = own[0].title if len(own) == 1 else key.capitalize()
+            made.append(Section(f"figure-{key}", title, drawings=own))
+    return made + [Section(table.key, table.title, [table]) for table in tables]
 
 
 def lead(summary: Summary) -> str:
@@ -222,20 +152,6 @@ def lead(summary: Summary) -> str:
     return f"{arms}, {seeds} seed{'s' * (seeds != 1)}, {count}, scored by {metric}."
 
 
-def points(summary: Summary) -> Iterator[list[Any]]:
-    """Yield the rows of curves.csv: its columns, and one for each value from which a figure is
-    drawn.
-    """
-    yield ["arm", "seed", "round", "metric", "value"]
-    shown = dict.fromkeys((summary.metric, *curves.MEASUREMENTS, *COSTS_OF_CURVES))
-    for run in summary.found.runs:
-        rounds = run.columns["round"].tolist()
-        for metric in shown:
-            values = run.column(metric)
-            for place in np.flatnonzero(np.isfinite(values)):
-                yield [run.arm, run.seed, int(rounds[place]), metric, float(values[place])]
-
-
 def rows(summary: Summary) -> list[list[Any]]:
     """Yield the rows of report.csv: its columns, and one for each run."""
     costs = list(product(summary.targets, COSTS))
@@ -248,3 +164,72 @@ def rows(summary: Summary) -> list[list[Any]]:
             head = [arm.name, run.seed, run.status, run.rounds_done]
             table.append([*head, *scores, *reached, str(run.folder)])
     return table
+
+
+# -------------------------------------------------------------------------------------- LaTeX
+
+GREEK = "αβγδεζηθικλμνξπρςστυφχψωΓΔΘΛΞΠΣΦΨΩ"
+GREEK_NAMES = (
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho varsigma "
+    "sigma tau upsilon phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
+)
+# Characters that LaTeX would not print literally.
+_TEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        **{character: f"\\{character}" for character in "&%$#_{}"},
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "–": r"\textendash{}",
+        "±": r"$\pm$",
+        "×": r"$\times$",
+        "−": "$-$",
+        "<": "$<$",
+        ">": "$>$",
+        "≤": r"$\leq$",
+        "≥": r"$\geq$",
+        "·": r"$\cdot$",
+        "‖": r"$\|$",
+        "→": r"$\to$",
+        "∞": r"$\infty$",
+        "≈": r"$\approx$",
+        **{sign: f"$\\{name}$" for sign, name in zip(GREEK, GREEK_NAMES.split(), strict=True)},
+        **{raised: f"$^{number}$" for number, raised in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
+    }
+)
+# Break longer texts into lines, and also longer words in them.
+LONG_TEXT = 40
+LONG_WORD = 25
+
+
+def tex(text: str) -> str:
+    """Return text that LaTeX prints unchanged.
+
+    >>> print(tex("val/acc, 75.95 ± 0.19 % of fedinit_0.1"))
+    val/acc, 75.95 $\\pm$ 0.19 \\% of fedinit\\_0.1
+    """
+    # LaTeX would turn two hyphens of a name into one dash.
+    return plain(text).translate(_TEX).replace("--", "-{}-")
+
+
+def widths(table: Table) -> list[str]:
+    """Return LaTeX's columns of a table: long texts, such as claims' sentences, are broken into
+    lines.
+    """
+    columns = []
+    for place in range(len(table.columns)):
+        longest = max((len(row[place].text) for row in table.rows), default=0)
+        narrow = "r" if place else "l"
+        columns.append("p{0.3\\linewidth}" if longest > LONG_TEXT else narrow)
+    return columns
+
+
+def breakable(text: str) -> str:
+    """Return the text of a cell, in which long words, such as a run's folder, may continue on
+    the next line.
+    """
+    words = []
+    for word in text.split(" "):
+        parts = re.split("(?<=[/=,_])(?=.)", word) if len(word) > LONG_WORD else [word]
+        words.append(r"\allowbreak{}".join(map(tex, parts)))
+    return " ".join(words)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from fl_lightning.lab.report import table_notes
-from fl_lightning.lab.report.arm_settings import by_settings
-from fl_lightning.lab.report.budgets import CPU, BudgetView, views
 from fl_lightning.lab.report.cells import (
     NONE,
     PERCENT,
@@ -24,20 +22,19 @@ from fl_lightning.lab.report.cells import (
     size,
     times,
 )
-from fl_lightning.lab.report.chosen import choices, on_test_samples, short
 from fl_lightning.lab.report.claims import Claim
-from fl_lightning.lab.report.communication import over, papers_ratio, traffic, uncounted
-from fl_lightning.lab.report.fairness import OF_METRIC, WORST_DOMAIN, column_of, titles
 from fl_lightning.lab.report.intervals import mean_sd
-from fl_lightning.lab.report.printed_results import setting
+from fl_lightning.lab.report.runs import differing
 from fl_lightning.lab.report.scores import (
     FORMS,
+    OF_CLIENTS,
     SCORE_TITLES,
     SCORES,
+    BudgetView,
     forms,
     measured,
     over_time,
-    window,
+    views,
 )
 from fl_lightning.lab.report.summary import Arm, Summary, first_arms, group_of_arms, known
 from fl_lightning.lab.report.verdicts import Comparison
@@ -47,23 +44,78 @@ MAIN = SCORES[0]
 SIGNS = {"greater": ">", "less": "<"}
 _ONE = {"cores": "core", "threads": "thread", "processes": "process"}
 
+# The longer notes below tables.
+CLAIMS_NOTE = (
+    "Reproduced: the interval excludes 0 in the claimed direction, p after Holm's correction "
+    "within the claim's family is below 0.05, and the mean is at least the margin. "
+    "Contradicted: the interval lies on the other side of 0, and p after Holm's correction is "
+    "below 0.05. No margin applies here. "
+    "Not reproduced: the interval's upper end, counted in the claimed direction, is below the "
+    "margin. "
+    "Inconclusive: all other cases, and always if there are fewer than five pairs, or if a seed "
+    "that is left out because its run has lost would speak against the verdict. "
+    "Equivalence (≈) is tested by two one-sided tests against ± margin, which correspond to the "
+    "90 % interval: p before Holm's correction is below 0.05 if this interval lies within "
+    "± margin. Equivalence is reproduced if p after Holm's correction is below 0.05, and "
+    "contradicted if the 95 % interval lies outside ± margin. "
+    "Divergence is reproduced if the claim holds in every seed. It needs at least three seeds. "
+    "Provisional: some runs of the claim's family are missing. "
+    "These runs say nothing about a number that was published for another network, other data or "
+    "another number of rounds."
+)
+PAIRS_NOTE = (
+    "Each difference is between two runs with the same seed, and so with the same partition. "
+    "Intervals and p come from Student's t, two-sided. The last column is p after Holm's step-down "
+    "correction over the rows of this table."
+)
+SCORES_NOTE = (
+    "Mean ± sample standard deviation over seeds. Smoothed: the {end} of the last 50 values of the "
+    "curve, which is smoothed by a Hann window over at most a fifth of its values. A run has "
+    "lost if it diverged, or if a value that counts is not finite. A lost run scores 0 if greater "
+    "is better and no run has a value below 0, and otherwise has no score. Unfinished runs are not "
+    "included."
+)
+TARGETS_NOTE = (
+    "A run reaches the target in the first round in which its smoothed curve is {sign} {target}. "
+    "Means are over the seeds that reached it, so an arm looks better than it is if some of its "
+    "seeds never did. Bytes are counted from the messages, in both directions."
+)
+BUDGETS_NOTE = (
+    "The head of each column is its budget: the total cost of the run that spent least. Every run "
+    "is scored by its mean over the last third of this budget. Rounds after the budget was "
+    "spent do not count."
+)
+SECONDS_NOTE = (
+    " Seconds are processor seconds of all threads and processes (time/cpu). Other work on the "
+    "machine still lengthens them."
+)
+SETTINGS_NOTE = (
+    "Differences between the first runs of the arms, besides their methods. A difference between "
+    "scores may have these reasons, too."
+)
+CLIENTS_NOTE = (
+    "Each client is measured on its own test samples, in the last round that measured them. "
+    "Numbers are the mean ± sample standard deviation over seeds. Deviation over clients: the "
+    "standard deviation between the clients of a run. Worst 10 %: the mean over the "
+    "worst tenth of the clients. Worst domain: the mean of its clients, weighted by their numbers "
+    "of test samples."
+)
+
 
 def tables(summary: Summary) -> list[Table]:
     """Return every table that has rows, in the order of the page."""
     made = [
         claims(summary),
         evidence(summary),
-        gains(summary),
         scores(summary),
         pivot(summary),
-        pairs(summary),
+        *([] if summary.verdicts else [pairs(summary)]),
         *targets(summary),
         *budgets(summary),
         communication(summary),
-        fairness(summary),
+        clients(summary),
         *consensus(summary),
-        *beside_published(summary),
-        chosen(summary),
+        settings(summary),
         runs(summary),
     ]
     return [table for table in made if table.rows]
@@ -93,7 +145,7 @@ def difference_unit(summary: Summary, compared: Comparison) -> Unit:
     return unit_of(summary, compared.claim.metric) if plain else Unit()
 
 
-def _interval(shown: Unit, said: Comparison) -> Cell:
+def interval_cell(shown: Unit, said: Comparison) -> Cell:
     """Return the interval of the test, or the reason why there is no interval."""
     if said.ends is None:
         return Cell("needs 2 pairs" if said.interval.n == 1 else NONE)
@@ -106,15 +158,15 @@ def claims(summary: Summary) -> Table:
     """Return the claims and their verdicts, each family's primary claim first."""
     columns = "claim|verdict|a − b|95 % interval|p, Holm|margin|n"
     rows = [_claim(summary, said) for said in shown_first(summary.verdicts)]
-    table = Table("claims", "Claims", columns.split("|"), rows, table_notes.CLAIMS)
+    table = Table("claims", "Claims", columns.split("|"), rows, CLAIMS_NOTE)
     # The table of what the runs were made for is never folded.
     table.folded = False
     return table
 
 
 def evidence(summary: Summary) -> Table:
-    """Return the evidence for each verdict: every seed, both predictions, the setting."""
-    columns = ["claim", "value by seed", "predicted", "setting"]
+    """Return the evidence for each verdict: every seed, and both predictions."""
+    columns = ["claim", "value by seed", "predicted"]
     rows: Rows = []
     for said in shown_first(summary.verdicts):
         claim = said.claim
@@ -123,32 +175,10 @@ def evidence(summary: Summary) -> Table:
         seeds = [f"{seed}: {shown.difference(value)}" for seed, value in values.items()]
         predictions = {"the paper": claim.paper_predicts, "we": claim.we_predict}
         predicted = [f"{who}: {text}" for who, text in predictions.items() if text]
-        run = next((run for run in summary.found.runs if run.arm in claim.arms), None)
-        about = ""
-        if run is not None:
-            rounds = f"{run.record.get('rounds') or run.rounds_done} rounds"
-            about = ", ".join(filter(None, (setting(run), rounds)))
-        row = (claim.id, ", ".join(seeds), "; ".join(predicted), about)
+        row = (claim.id, ", ".join(seeds), "; ".join(predicted))
         rows.append([text or NONE for text in row])
-    title = "Each claim's values by seed, predictions and setting"
+    title = "Each claim's values by seed, and predictions"
     return Table("claims-evidence", title, columns, rows, folded=True)
-
-
-def gains(summary: Summary) -> Table:
-    """Return differences next to those that papers printed for the same two arms."""
-    columns = "claim|ours, a − b|95 % interval|published, a − b|printed|source"
-    rows: Rows = []
-    for said in shown_first(summary.verdicts):
-        shown = difference_unit(summary, said)
-        own = unit_of(summary, said.claim.metric)
-        for gain in summary.gains.get(said.claim.id, []):
-            sign = "−" if said.claim.scale == "difference" else "/"
-            row: list[Any] = [f"{said.claim.id}: {said.claim.a} {sign} {said.claim.b}"]
-            row += [cell(shown.difference, said.interval.mean), _interval(shown, said)]
-            printed = f"{own.value(*gain.a)} {sign} {own.value(*gain.b)}"
-            rows.append([*row, cell(shown.difference, gain.mean), printed, gain.source])
-    title = "Published gains and ours"
-    return Table("gains", title, columns.split("|"), rows, table_notes.GAINS)
 
 
 def _claim(summary: Summary, said: Comparison) -> list[Any]:
@@ -171,7 +201,7 @@ def _claim(summary: Summary, said: Comparison) -> list[Any]:
         f"{claim.id}: {sentence(claim, summary.called)}{' (primary)' * claim.primary}",
         Cell(said.printed, mark="verdict " + said.verdict.replace(" ", "-")),
         mean,
-        _interval(shown, said),
+        interval_cell(shown, said),
         cell(p_value, said.p_holm),
         Cell(margin, claim.margin),
         Cell(n, between.n),
@@ -218,31 +248,26 @@ def sentence(claim: Claim, called: Callable[[str], str] = str) -> str:
 
 
 def pairs(summary: Summary) -> Table:
-    """Return paired intervals with Holm's correction."""
+    """Return paired intervals with Holm's correction, for a report without claims."""
     columns = ["a − b", "metric", "mean", "95 % interval", "sd", "n", "p", "p, Holm"]
     rows: Rows = []
     for pair in summary.pairs:
         claim = pair.claim
         between = pair.interval
         shown = difference_unit(summary, pair)
-        plain = claim.unit == "difference"
         rows.append(
             [
-                f"{claim.a} − {claim.b}" if plain else f"log {claim.a} / {claim.b}",
+                f"{claim.a} − {claim.b}",
                 f"{summary.called(claim.metric)}, {SCORE_TITLES[claim.score]}",
                 Cell(shown.difference(between.mean, named=True), between.mean),
-                _interval(shown, pair),
+                interval_cell(shown, pair),
                 Cell(shown.difference(between.sd).lstrip("+"), between.sd),
                 cell(str, between.n),
                 cell(p_value, between.p),
                 cell(p_value, pair.p_holm),
             ]
         )
-    over_what = "within the claim's family" if summary.verdicts else "over the rows of this table"
-    note = f"{table_notes.PAIRS} {over_what}."
-    # The table of claims above has the same numbers.
-    folded = bool(summary.verdicts)
-    return Table("pairs", "Paired differences in numbers", columns, rows, note, folded)
+    return Table("pairs", "Paired differences in numbers", columns, rows, PAIRS_NOTE)
 
 
 # ------------------------------------------------------------------------------- scores
@@ -251,7 +276,7 @@ def pairs(summary: Summary) -> Table:
 def pivot(summary: Summary) -> Table:
     """Return methods by settings, if there are several of either."""
     shown = unit_of(summary)
-    title = f"{by_settings(summary.found)}: {metric_title(summary)}, {SCORE_TITLES[MAIN]}"
+    title = f"Methods by settings: {metric_title(summary)}, {SCORE_TITLES[MAIN]}"
     methods: dict[str, str] = {}
     if len(summary.settings) > 1:
         for arms in summary.settings.values():
@@ -281,61 +306,31 @@ def scores(summary: Summary) -> Table:
         means = [_mean(shown, arm.scores[score], arm) for score in SCORES]
         counts = (len(arm.finished), arm.diverged, arm.unfinished)
         rows.append([arm.name, *means, *(cell(str, count) for count in counts)])
-    widths = windows(summary)
-    curve = f"curve, which is smoothed by a Hanning window of {widths} values"
-    if widths == "1":
-        curve = "curve, which is not smoothed because there are too few rounds"
-    few = ""
-    if any(length < 10 for length in lengths(summary)):
-        few = "Mean of last 10: of all values if a run has fewer than ten. "
     several = len(set(group_of_arms(summary).values())) > 1
     end = "lowest" if summary.found.directions.known(summary.metric) is False else "highest"
-    note = (
-        f"Mean ± sample standard deviation over seeds. Smoothed: the {end} of the last 50 values "
-        f"of the {curve}. {few}{summary.losing}Unfinished runs are not included."
-        f"{' Bold marks the best arm of each sweep.' * several}"
-    )
+    note = SCORES_NOTE.format(end=end) + " Bold marks the best arm of each sweep." * several
     table = Table("scores", f"Scores: {metric_title(summary)}", columns, rows, note)
     return table.with_best(
         range(1, 1 + len(SCORES)), lambda: summary.greater, group_of_arms(summary)
     )
 
 
-def lengths(summary: Summary) -> list[int]:
-    """Return how many values of the metric the done runs have, each number once."""
-    done = [run for run in summary.found.runs if run.status == "done"]
-    found = {len(measured(run, summary.metric)[0]) for run in done}
-    return sorted(found - {0})
-
-
-def windows(summary: Summary) -> str:
-    """Return over how many values curves are smoothed, in the done runs."""
-    widths = sorted({max(1, window(length)) for length in lengths(summary)})
-    return " or ".join(map(str, widths)) or NONE
-
-
 # -------------------------------------------------------------------------------- costs
 
 
 def targets(summary: Summary) -> list[Table]:
-    """Return tables of rounds, bytes and seconds until each target, and of relative traffic.
-
-    Traffic is counted by both conventions.
-    """
+    """Return tables of rounds, bytes and seconds until each target."""
     # If no run logs the metric, there is no target to reach.
     if not summary.scored:
         return []
     time = "time|" * summary.timed
-    columns = (
-        f"arm|rounds|sent|{time}reached by|sent, × first arm|sent as papers count, × first arm"
-    )
+    columns = f"arm|rounds|sent|{time}reached by|sent, × first arm"
     costs: dict[str, Callable[[float], str]] = {"rounds": _rounds, "bytes": size}
     if summary.timed:
         costs["seconds"] = seconds
     firsts = first_arms(summary)
-    counts = {name: traffic(arm) for name, arm in summary.arms.items()}
     sign = "≥" if summary.greater else "≤"
-    note = table_notes.TARGETS + uncounted(counts.values())
+    note = TARGETS_NOTE
     if summary.timed:
         note += " Time is wall-clock time, which other work on the machine lengthens."
     made = []
@@ -352,11 +347,7 @@ def targets(summary: Summary) -> list[Table]:
                 row.append(replace(cell(wording, mean), whole=len(hits) == len(reached)))
             row.append(Cell(f"{len(hits)} of {len(reached)}", len(hits)))
             sent = _ratio(arm.mean_until(target, "bytes"), first.mean_until(target, "bytes"))
-            a_round = papers_ratio(counts[arm.name], counts[first.name])
-            rounds = arm.mean_until(target, "rounds")
-            counted = None if a_round is None or rounds is None else a_round * rounds
-            as_papers_count = _ratio(counted, first.mean_until(target, "rounds"))
-            rows.append([*row, cell(times, sent), cell(times, as_papers_count)])
+            rows.append([*row, cell(times, sent)])
         title = f"Until {summary.called(summary.metric)} {sign} {target}"
         told = note.format(sign=sign, target=target)
         table = Table(f"target-{target}", title, columns.split("|"), rows, told)
@@ -372,7 +363,7 @@ def _rounds(count: float) -> str:
 
 
 def _ratio(ours: float | None, theirs: float | None) -> float | None:
-    return ours / theirs if ours is not None and theirs else None
+    return ours / theirs if ours and theirs else None
 
 
 def budgets(summary: Summary) -> list[Table]:
@@ -391,15 +382,12 @@ def _budgets(summary: Summary, sweep: str) -> Table:
         made = [view for view in made if not view.alike]
     title = f"At equal cost: {metric_title(summary)}, mean over last third of the budget"
     rows: Rows = []
-    counted: list[tuple[int, int]] = []
     for name, arm in summary.arms.items() if made else ():
-        numbers = [len(known(view.values[name])) for view in made]
-        counted.append((min(filter(None, numbers), default=0), len(arm.finished)))
         rows.append([name, *(_mean(shown, view.values[name], arm) for view in made)])
     columns = ["arm", *map(_budget, made)]
-    note = table_notes.BUDGETS + _add_runs(columns, rows, counted)
+    note = BUDGETS_NOTE
     if any(view.axis == "seconds" for view in made):
-        note += table_notes.PROCESSOR_SECONDS
+        note += SECONDS_NOTE
     key = f"budgets-{sweep}" if sweep else "budgets"
     title = f"{title}: {sweep}" if sweep else title
     table = Table(key, title, columns, rows, note)
@@ -412,53 +400,32 @@ def _mean(unit: Unit, values: Mapping[int, float | None], arm: Arm) -> Cell:
     return replace(unit.cell(*mean_sd(of_seeds)), whole=len(of_seeds) == len(arm.finished))
 
 
-def _add_runs(columns: list[str], rows: Rows, counted: Sequence[tuple[int, int]]) -> str:
-    """Add a column with how many of each arm's runs count, and return a note on it.
-
-    If every arm counts with all of its runs or with none of them, the table stays as it is.
-    """
-    if not any(0 < count < of for count, of in counted):
-        return ""
-    columns.append("runs")
-    for row, (count, of) in zip(rows, counted, strict=True):
-        row.append(Cell(f"{count} of {of}", count))
-    return table_notes.RUNS
-
-
 def _budget(view: BudgetView) -> str:
-    kind = "of processor time" if view.what == CPU else "of wall-clock time"
     return {
         "rounds": f"{view.budget:.0f} rounds",
         "gradients": f"{view.budget:,.0f} gradients",
         "bytes": f"{size(view.budget)} sent",
         "virtual": f"{seconds(view.budget)} of simulated devices",
-        "seconds": f"{seconds(view.budget)} {kind}",
+        "seconds": f"{seconds(view.budget)} of processor time",
     }[view.axis]
 
 
 def communication(summary: Summary) -> Table:
-    """Return the communication per round, by both conventions; no rows if no run sent anything."""
-    columns = (
-        "arm|sent per round|× first arm|vectors per client, as papers count|"
-        "× first arm, as papers count"
-    )
-    counted = {name: traffic(arm) for name, arm in summary.arms.items()}
+    """Return the communication per round; no rows if no run sent anything."""
+    sent = {}
+    for name, arm in summary.arms.items():
+        runs = [run for run in arm.runs if run.status == "done" and run.rounds_done]
+        # The column is a running total, and runs may have different numbers of rounds.
+        totals = [float(run.column("communication/total_bytes")[-1]) for run in runs]
+        rates = [total / run.rounds_done for total, run in zip(totals, runs, strict=True)]
+        sent[name] = mean_sd(rates)[0] if all(map(math.isfinite, rates)) else None
     firsts = first_arms(summary)
     rows: Rows = []
-    for name, each in counted.items():
-        first = counted[firsts[name]]
-        vectors = NONE if each.papers is None else str(each.papers)
-        if each.partial and each.papers is not None:
-            vectors = "part of a vector"
-        sent = cell(times, over(each.bytes, first.bytes))
-        as_papers_count = cell(times, papers_ratio(each, first))
-        rows.append(
-            [name, cell(size, each.bytes), sent, Cell(vectors, each.papers), as_papers_count]
-        )
-    note = table_notes.COMMUNICATION + uncounted(counted.values())
-    sending = any(each.bytes for each in counted.values())
-    title = "Communication per round"
-    return Table("communication", title, columns.split("|"), rows if sending else [], note)
+    for name, own in sent.items() if any(sent.values()) else ():
+        rows.append([name, cell(size, own), cell(times, _ratio(own, sent[firsts[name]]))])
+    note = "Sent: the bytes of all messages in both directions, without buffers."
+    columns = ["arm", "sent per round", "× first arm"]
+    return Table("communication", "Communication per round", columns, rows, note)
 
 
 # ------------------------------------------------------------------------- what else there is
@@ -479,74 +446,38 @@ def consensus(summary: Summary) -> list[Table]:
     return made
 
 
-def fairness(summary: Summary) -> Table:
+def clients(summary: Summary) -> Table:
     """Return how evenly clients are served, for runs that measured each client."""
     shown = unit_of(summary)
+    names = ["mean of clients", "deviation over clients", "worst 10 %", "worst domain"]
+    found = dict(zip(OF_CLIENTS, names, strict=True))
+    logged = set[str]().union(*(arm.clients for arm in summary.arms.values()))
+    measures = [measure for measure in found if measure in logged]
     rows: Rows = []
-    counted: list[tuple[int, int]] = []
-    measures = titles(arm.fairness for arm in summary.arms.values())
-    for arm in (arm for arm in summary.arms.values() if arm.fairness):
-        row: list[Any] = [arm.name]
-        for measure in measures:
-            unit = shown if measure in OF_METRIC else Unit()
-            row.append(_mean(unit, arm.fairness.get(measure, {}), arm))
-        rows.append(row)
-        counted.append((len(arm.fairness["mean"]), len(arm.finished)))
-    title = f"Fairness: {column_of(summary.metric)} of clients{', %' * shown.percent}"
-    note = table_notes.FAIRNESS
-    if WORST_DOMAIN in measures:
-        note += " Worst domain: the mean of its clients, weighted by their numbers of test samples."
-    columns = ["arm", *measures.values()]
-    note += _add_runs(columns, rows, counted)
-    table = Table("fairness", title, columns, rows, note)
+    for arm in summary.arms.values():
+        if arm.clients:
+            means = [_mean(shown, arm.clients.get(measure, {}), arm) for measure in measures]
+            rows.append([arm.name, *means])
+    title = f"Fairness: {summary.metric.rpartition('/')[2]} of clients{', %' * shown.percent}"
+    columns = ["arm", *(found[measure] for measure in measures)]
+    table = Table("fairness", title, columns, rows, CLIENTS_NOTE)
     own = group_of_arms(summary)
-    table.with_best((1, 2, 3, *range(6, len(measures) + 1)), lambda: summary.greater, own)
-    return table.with_best((4,), lambda: True, own).with_best((5,), lambda: False, own)
+    places = range(1, len(columns))
+    apart = [place for place in places if measures[place - 1] == "std"]
+    table.with_best(sorted({*places} - {*apart}), lambda: summary.greater, own)
+    return table.with_best(apart, lambda: False, own)
 
 
-def beside_published(summary: Summary) -> list[Table]:
-    """Return the published numbers of ``--published`` next to ours.
-
-    Each row lists the differences in the setting.
-    """
-    made = []
-    shown = unit_of(summary)
-    for number, (printed, folders) in enumerate(summary.published, start=1):
-        ours = f"ours ({SCORE_TITLES[printed.score]})"
-        columns = ["arm", "published", ours, "what differs: ours (published)"]
-        rows: Rows = []
-        for arm in summary.arms.values():
-            theirs = printed.of(arm.own) if arm.runs[0].folder in folders else None
-            if theirs is None or printed.metric != summary.metric:
-                continue
-            config = arm.runs[0].config
-            differs = "no config.yaml to compare"
-            if config:
-                differs = "; ".join(printed.differences(arm.own, config)) or "nothing"
-            mean = shown.cell(*arm.mean_sd(printed.score))
-            rows.append([arm.name, shown.cell(*theirs), mean, differs])
-        note = f"{printed.note} Smaller runs say nothing about the published number."
-        title = f"Compared with {printed.source}"
-        made.append(Table(f"published-{number}", title, columns, rows, note))
-    return made
-
-
-def chosen(summary: Summary) -> Table:
-    """Return the choices of sweeps before their runs, and choices at an end of the tried values."""
-    columns = ["arm", "chosen", "tried", "at an end", "candidates"]
-    labels = {arm.key: name for name, arm in summary.arms.items()}
+def settings(summary: Summary) -> Table:
+    """Return the settings in which arms differ, except those of their methods."""
+    every = {name: arm.runs[0].settings for name, arm in summary.arms.items()}
+    known = [each for each in every.values() if each]
     rows: Rows = []
-    title, samples = "Chosen on held-out data", table_notes.HELD_OUT
-    for sweep in summary.found.sweeps:
-        for choice in choices(sweep):
-            if on_test_samples(choice.metric):
-                title, samples = "Chosen before the runs", table_notes.CLIENTS_TEST
-            row: list[Any] = [labels.get(choice.arm, choice.arm)]
-            row.append("; ".join(f"{short(key)} {value}" for key, value in choice.taken.items()))
-            row.append("; ".join(f"{short(key)} {', '.join(v)}" for key, v in choice.tried.items()))
-            row.append(", ".join(map(short, choice.at_end)) or "no")
-            rows.append([*row, cell(str, choice.candidates)])
-    return Table("chosen", title, columns, rows, table_notes.CHOSEN.format(samples=samples))
+    for place in differing(known):
+        if place.partition("/")[0] != "method":
+            rows.append([place, *(str(each.get(place, NONE)) for each in every.values())])
+    columns = ["setting", *summary.arms]
+    return Table("settings", "Other settings that differ", columns, rows, SETTINGS_NOTE)
 
 
 def runs(summary: Summary) -> Table:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -30,6 +30,11 @@ STATUSES = ("running", "done", "diverged", "stopped", "failed")
 FINISHED = ("done", "diverged")
 # A larger number counts as infinite, because the sum of two such numbers would be infinite.
 HUGE = 1e300
+# Settings that change no result, or that follow the seed.
+FREE = (
+    *("data/download", "data/eval_batch_size", "data/num_workers", "data/root", "data/seed"),
+    *("capture", "clients_at_once", "engine", "workers"),
+)
 ASK = "Give report --mode (of --metric), or mode in the claim"
 
 
@@ -52,8 +57,10 @@ class ReportedRun:
     directions: Directions = field(default_factory=lambda: Directions(ASK))
     # Errors in metrics.csv that do not prevent reading it.
     faults: tuple[str, ...] = ()
+    # The group of the run's sweep; "" for a run by itself.
+    sweep: str = ""
     # The label of the run's sweep, if that sweep is reported separately.
-    group: str = ""
+    label: str = ""
 
     @property
     def axes(self) -> dict[str, str]:
@@ -61,6 +68,13 @@ class ReportedRun:
         axes = self.record.get("axes")
         items = axes.items() if isinstance(axes, dict) else ()
         return {plain(str(key)): plain(str(value)) for key, value in items}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that decide its results, by place; empty if none were recorded."""
+        settings = self.record.get("settings")
+        items = settings.items() if isinstance(settings, dict) else ()
+        return {k: v for k, v in items if k not in FREE and not k.startswith("callback/")}
 
     @property
     def machine(self) -> dict[str, Any]:
@@ -157,14 +171,10 @@ class Found:
             names |= dict.fromkeys(run.columns)
         return [name for name in names if name != "round"]
 
-    def within(self, folders: Collection[Path]) -> Found:
-        """Return only the runs in ``folders``, which are resolved, and their sweeps."""
-
-        def touches(sweep: ReportedSweep) -> bool:
-            return any(path.resolve() in folders for path in sweep.runs)
-
-        runs = [run for run in self.runs if run.folder.resolve() in folders]
-        return replace(self, runs=runs, sweeps=[sweep for sweep in self.sweeps if touches(sweep)])
+    def of(self, group: str) -> Found:
+        """Return only the sweeps of a group, and their runs."""
+        runs = [run for run in self.runs if run.sweep == group]
+        return replace(self, runs=runs, sweeps=[s for s in self.sweeps if s.group == group])
 
 
 def find(folders: Sequence[Path]) -> Found:
@@ -175,68 +185,116 @@ def find(folders: Sequence[Path]) -> Found:
             seed.
     """
     found = Found()
-    paths: list[Path] = []
+    # You may name a run twice, or name it together with its sweep.
+    named: dict[Path, tuple[Path, str, str]] = {}
     for folder in folders:
         if (folder / "run.json").is_file():
-            paths.append(folder)
-        else:
-            found.sweeps.append(_sweep(folder))
-            paths += found.sweeps[-1].runs
-    # You may name a run twice, or name it together with its sweep.
-    named: dict[Path, Path] = {}
-    for path in paths:
-        named.setdefault(path.resolve(), path)
-    found.runs = [read_run(path, found.directions) for path in named.values()]
-    # A run that was made by itself, or copied from another sweep, does not record its arm here.
-    arms: dict[Path, str] = {}
-    for sweep in found.sweeps:
-        arms |= {path.resolve(): arm for path, arm in sweep.arms.items()}
-    for place, run in enumerate(found.runs):
-        found.runs[place] = replace(run, arm=arms.get(run.folder.resolve(), run.arm))
+            named.setdefault(folder.resolve(), (folder, "", ""))
+            continue
+        sweep = _sweep(folder)
+        found.sweeps.append(sweep)
+        for path in sweep.runs:
+            first, *_ = named.get(path.resolve(), (path,))
+            named[path.resolve()] = (first, sweep.group, sweep.arms.get(path, ""))
+    for path, group, arm in named.values():
+        run = read_run(path, found.directions)
+        # A run that was made by itself, or copied from another sweep, does not record its arm here.
+        found.runs.append(replace(run, sweep=group, arm=arm or run.arm))
+    _name_by_settings(found)
     _keep_apart(found)
-    first: dict[tuple[str, int], ReportedRun] = {}
+    runs: dict[tuple[str, int], ReportedRun] = {}
     for run in found.runs:
-        other = first.setdefault((run.arm, run.seed), run)
+        other = runs.setdefault((run.arm, run.seed), run)
         if other is not run:
+            same = "" if run.record.get("arm") else ", and their recorded settings are the same"
             raise UserError(
                 f"report: {other.folder} and {run.folder} are both {run.arm!r} with seed "
-                f"{run.seed}. An arm has one run per seed. Leave out one of them, or compare two "
-                "settings in a sweep, which names its arms."
+                f"{run.seed}{same}. Each arm may have only one run per seed. Leave out one of "
+                "them, or name each: by RunFolder(…, arm=NAME) in Python, or by a sweep."
             )
     return found
+
+
+def _name_by_settings(found: Found) -> None:
+    """Call arms ``<title>, <setting> <value>`` if runs of one title have other settings.
+
+    Runs that a user or a sweep has named keep their names.
+    """
+    titled: dict[str, list[ReportedRun]] = {}
+    for run in found.runs:
+        if run.settings and not run.record.get("arm") and run.arm == run.record.get("title"):
+            titled.setdefault(run.arm, []).append(run)
+    names: dict[Path, str] = {}
+    for arm, runs in titled.items():
+        keys = separating([run.settings for run in runs])
+        for run in runs if keys else ():
+            own = [key for key in keys if key in run.settings]
+            values = [f"{keys[key]} {run.settings[key]}" for key in own]
+            names[run.folder] = plain(", ".join([arm, *values]))
+    found.runs = [replace(run, arm=names.get(run.folder, run.arm)) for run in found.runs]
+
+
+def differing(every: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the places at which settings differ.
+
+    >>> differing([{"a/n": "A", "a/n/depth": 8, "b/lr": 1}, {"a/n": "B", "b/lr": 1}])
+    ['a/n']
+    """
+    places: dict[str, None] = {}
+    for settings in every:
+        places |= dict.fromkeys(settings)
+    found: list[str] = []
+    for place in places:
+        # The arguments of another class differ because the class does.
+        classes = [other for other in found if place.startswith(f"{other}/")]
+        if _kinds(every, [*classes, place]) > _kinds(every, classes):
+            found.append(place)
+    # Numbers of parameters follow from other settings, but these may not have been recorded.
+    return sorted(found, key=lambda place: place.endswith("parameters"))
+
+
+def _kinds(every: Sequence[Mapping[str, Any]], places: Sequence[str]) -> int:
+    """Return how many different settings there are at these places."""
+    return len({repr([*map(settings.get, places)]) for settings in every})
+
+
+def separating(every: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return a few settings that tell all different ``every`` apart: place → its name for readers.
+
+    >>> separating([{"client_optimizer/lr": 1, "a/b": 2}, {"client_optimizer/lr": 3, "a/b": 4}])
+    {'client_optimizer/lr': 'lr'}
+    """
+    places = differing(every)
+    chosen: list[str] = []
+    for place in places:
+        if _kinds(every, [*chosen, place]) > _kinds(every, chosen):
+            chosen.append(place)
+    ends = [place.rpartition("/")[2] for place in chosen]
+    return {p: e if ends.count(e) == 1 else p for p, e in zip(chosen, ends, strict=True)}
 
 
 def _keep_apart(found: Found) -> None:
     """Call arms ``<sweep>/<arm>`` if sweeps with other claims have an arm of the same name.
 
     Sweeps with the same claims are reported as one: their arms of one name are one arm. A sweep's
-    name is its folder's name, with its parent's if several have the same name.
+    name is its folder's name.
     """
-    group_of_run: dict[Path, str] = {}
-    folders: dict[str, Path] = {}
     # In reverse order, so that of several sweeps the first named one gives the folder's name.
-    for sweep in reversed(found.sweeps):
-        folders[sweep.group] = sweep.folder.resolve()
-        group_of_run |= dict.fromkeys(sweep.runs, sweep.group)
+    folders = {sweep.group: sweep.folder.resolve().name for sweep in reversed(found.sweeps)}
     groups_of_arm: dict[str, set[str]] = {}
     for run in found.runs:
-        groups_of_arm.setdefault(run.arm, set()).add(group_of_run.get(run.folder, ""))
+        groups_of_arm.setdefault(run.arm, set()).add(run.sweep)
     shared = {arm for arm, groups in groups_of_arm.items() if len(groups) > 1}
     parted = set[str]().union(*(groups_of_arm[arm] for arm in shared)) - {""}
-    names = Counter(folder.name for folder in folders.values())
-    labels: dict[str, str] = {}
-    for group in parted:
-        folder = folders[group]
-        above = f"{folder.parent.name}/" if names[folder.name] > 1 else ""
-        labels[group] = above + folder.name
     for place, sweep in enumerate(found.sweeps):
-        if label := labels.get(sweep.group):
-            apart = {arm: f"{label}/{arm}" for arm in shared}
+        if sweep.group in parted:
+            apart = {arm: f"{folders[sweep.group]}/{arm}" for arm in shared}
             found.sweeps[place] = replace(sweep, names=apart)
     for place, run in enumerate(found.runs):
-        if label := labels.get(group_of_run.get(run.folder, "")):
+        if run.sweep in parted:
+            label = folders[run.sweep]
             arm = f"{label}/{run.arm}" if run.arm in shared else run.arm
-            found.runs[place] = replace(run, arm=arm, group=label)
+            found.runs[place] = replace(run, arm=arm, label=label)
 
 
 # ---------------------------------------------------------------------------- one run
@@ -266,7 +324,6 @@ def read_run(folder: Path, directions: Directions | None = None) -> ReportedRun:
             f"report {folder}: {path} has status {status!r} and seed {seed!r}. "
             f"Accepted: a status of {', '.join(STATUSES)}, and an integer as seed."
         )
-    _check_kinds(folder, record)
     arm = record.get("arm") or record.get("title") or folder.name
     directions = directions or Directions(ASK)
     # Older runs recorded no modes.
@@ -275,24 +332,6 @@ def read_run(folder: Path, directions: Directions | None = None) -> ReportedRun:
     directions.below_zero |= {name for name, column in columns.items() if (column < 0).any()}
     faults = _faults(folder, status, record, columns["round"])
     return ReportedRun(folder, status, seed, str(arm), record, columns, directions, tuple(faults))
-
-
-def _check_kinds(folder: Path, record: Mapping[str, Any]) -> None:
-    """Refuse entries of run.json that no run writes."""
-    where = f"report {folder}: {folder / 'run.json'}"
-    for name in ("arm", "title", "partition_hash", "config_hash", "claims_hash"):
-        value = "" if record.get(name) is None else record[name]
-        if not (isinstance(value, str) and len(value) <= 500 and value.isprintable()):
-            raise UserError(f"{where} has {name} {str(value)[:80]!a}. Accepted: a line of text.")
-    # JSON can write half of a surrogate pair, which could not be encoded in a report.
-    try:
-        json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise UserError(
-            f"{where} holds text that cannot be written to a file (a lone surrogate)."
-        ) from None
-    if not isinstance(record.get("command") or [], list):
-        raise UserError(f"{where} has command {record['command']!r}. Accepted: a list of words.")
 
 
 def _faults(folder: Path, status: str, record: Mapping[str, Any], rounds: Column) -> Iterator[str]:
@@ -308,9 +347,6 @@ def _faults(folder: Path, status: str, record: Mapping[str, Any], rounds: Column
     # If the file is what the run wrote, the run itself ended early (EarlyStopping, say).
     if status == "done" and isinstance(asked, int) and ended < asked and not whole:
         yield f"ends after {ended} of {asked} rounds"
-    path = folder / "metrics.csv"
-    if len(rounds) and path.is_file() and not path.read_bytes().endswith(b"\n"):
-        yield "has a last line without a line break, so the line may be incomplete"
     if written is not None and not whole:
         yield "has changed since the run wrote it: its SHA-256 is not the one in run.json"
 
@@ -325,18 +361,15 @@ def _columns(folder: Path, status: str) -> dict[str, Column]:
     if status != "done" and not path.is_file() and not path.with_suffix(".csv.gz").is_file():
         return {"round": np.empty(0)}
     names, rows = read_rows(path, complete=status in FINISHED)
-    if twice := [name for name, times in Counter(names).items() if times > 1]:
-        raise UserError(f"report {folder}: {path} has two columns {twice[0]!r}. Remove one.")
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    problem = f"has two columns {twice[0]!r}" if twice else ""
     columns = {"round": np.empty(0)}
     for name in names:
         try:
             column = np.array([float(row[name] or "nan") for row in rows], dtype=float)
         except ValueError as error:
-            raise UserError(
-                f"report {folder}: {path} holds a value that is not a number ({error}). Mend or "
-                "remove the "
-                "file."
-            ) from None
+            problem = f"holds a value that is not a number ({error})"
+            break
         # An empty cell means that nothing was measured; "nan" was measured, and is as bad as
         # infinite.
         measured = np.array([bool(row[name]) for row in rows], dtype=bool)
@@ -344,10 +377,9 @@ def _columns(folder: Path, status: str) -> dict[str, Column]:
         columns[name] = column
     # Sums over rounds and look-ups of a round rely on the order of rounds.
     if (np.diff(columns["round"]) <= 0).any() or np.isinf(columns["round"]).any():
-        raise UserError(
-            f"report {folder}: the rounds in {path} do not ascend with one row per round. "
-            "Mend or remove the file."
-        )
+        problem = problem or "has rounds that do not ascend with one row per round"
+    if problem:
+        raise UserError(f"report {folder}: {path} {problem}. Mend or remove the file.")
     return columns
 
 

@@ -1,15 +1,18 @@
-"""Five scores of a curve, when a target was reached, and layers over time."""
+"""Five scores of a curve, when a target was reached, arms at equal cost, and layers over time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from fl_lightning.lab.report.runs import Column, Found, ReportedRun
+from fl_lightning.metrics import without_prefix
 
 SCORE_TITLES = {
     "tail": "mean over last third of gradients",
@@ -24,6 +27,13 @@ FORMS = {
     "consensus/": "raw, as FedALS defines it",
     "consensus_per_coordinate/": "per coordinate",
     "consensus_relative/": "relative to ‖mean x‖²",
+}
+# What PerClientEvaluation logs of a metric, such as acc.
+OF_CLIENTS = {
+    "mean": "clients/{}",
+    "std": "clients/{}_std",
+    "worst10": "clients/{}_worst10",
+    "worst_domain": "domains/{}_worst",
 }
 
 
@@ -182,6 +192,121 @@ def reached(
         # NaN if the time of one round is missing: then the sum is not known.
         "seconds": seconds if math.isfinite(seconds) else None,
     }
+
+
+# ----------------------------------------------------------------------------- equal cost
+
+AXES = {
+    "rounds": "rounds",
+    "gradients": "gradient evaluations",
+    "bytes": "bytes sent",
+    "virtual": "seconds of simulated devices",
+    "seconds": "wall-clock seconds",
+}
+_COLUMNS = {
+    "rounds": "round",
+    "gradients": "cost/gradients",
+    "bytes": "communication/total_bytes",
+    "virtual": "time/virtual",
+    # Other work on the machine lengthens processor seconds less than those of the clock.
+    "seconds": "time/cpu",
+}
+# The values of these columns are running totals.
+_RUNNING = ("bytes", "virtual")
+
+
+@dataclass(frozen=True)
+class BudgetView:
+    """``tail`` of each finished run, up to the ``budget`` that the cheapest done run spent.
+
+    ``values``: arm → seed → value. ``alike``: whether all done runs spent the same on this axis.
+    """
+
+    axis: str
+    budget: float
+    values: Mapping[str, Mapping[int, float | None]]
+    alike: bool = False
+
+
+def spending(run: ReportedRun, axis: str) -> Column:
+    """Return the cost up to and including each round; NaN if it is not known.
+
+    Seconds are those of the clock. After a round without seconds or gradients their sum is unknown.
+    """
+    spent = run.column("time/round" if axis == "seconds" else _COLUMNS[axis])
+    if axis == "rounds":
+        return spent + 1
+    return spent if axis in _RUNNING else np.cumsum(spent)
+
+
+def views(
+    arms: Mapping[str, list[ReportedRun]], metric: str, timed: bool = True
+) -> list[BudgetView]:
+    """Return a view for each axis that every done run has measured.
+
+    Seconds are processor seconds, and only of runs on one machine. ``timed``: whether to include
+    them.
+    """
+    done: list[ReportedRun] = []
+    for runs in arms.values():
+        done += [run for run in runs if run.status == "done" and len(measured(run, metric)[0])]
+    made = []
+    for axis, column in _COLUMNS.items():
+        # If one run lacks the column of a budget, there is nothing to compare.
+        if not done or not all(np.isfinite(run.column(column)).any() for run in done):
+            continue
+        if axis == "seconds" and not (timed and one_machine(done)):
+            continue
+        totals = [float(_spent(run, axis)[-1]) for run in done]
+        budget = min(totals)
+        values: dict[str, dict[int, float | None]] = {}
+        for arm, runs in arms.items():
+            values[arm] = {}
+            for run in filter(lambda run: run.finished, runs):
+                value = tail_of(run, metric, _spent(run, axis), budget)
+                # A run's value so far may be infinite, even if it was finite again later.
+                if has_lost(run, metric) or (value is not None and math.isinf(value)):
+                    value = lost(run, metric)
+                values[arm][run.seed] = value
+        alike = budget == max(totals)
+        made.append(BudgetView(axis, budget, values, alike))
+    return made
+
+
+def one_machine(runs: Sequence[ReportedRun]) -> bool:
+    """Return whether all runs were made on one machine, so that seconds can be compared."""
+    return len({(run.machine.get("processor"), run.machine.get("gpu")) for run in runs}) == 1
+
+
+def _spent(run: ReportedRun, axis: str) -> Column:
+    """As :func:`spending`, but a missing cell costs nothing."""
+    if axis == "rounds":
+        return run.columns["round"] + 1
+    if axis in _RUNNING:
+        # This column is a running total, so an empty cell takes the value before it.
+        known = np.nan_to_num(run.column(_COLUMNS[axis]), nan=0.0, posinf=0.0, neginf=0.0)
+        running: Column = np.maximum.accumulate(known)
+        return running
+    return summed(run, _COLUMNS[axis])
+
+
+# ----------------------------------------------------------------------- what else is logged
+
+
+def of_clients(run: ReportedRun, metric: str) -> dict[str, float]:
+    """Return the last values that a run logged of its clients' own metric, by :data:`OF_CLIENTS`;
+    empty if it measured no clients.
+    """
+    name = without_prefix(metric)
+    if metric.startswith("clients/"):
+        name = re.sub(r"_(weighted|std|worst10)$", "", metric.removeprefix("clients/"))
+    found = {}
+    for measure, column in OF_CLIENTS.items():
+        values = run.column(column.format(name))
+        values = values[np.isfinite(values)]
+        if len(values):
+            found[measure] = float(values[-1])
+    return found
 
 
 def forms(found: Found) -> dict[str, list[str]]:

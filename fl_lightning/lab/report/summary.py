@@ -7,15 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.lab.report.arm_settings import settings
 from fl_lightning.lab.report.claims import OF_TWO_ARMS, Claim, ClaimsFile, gather
 from fl_lightning.lab.report.evidence import evidence, logged, named
-from fl_lightning.lab.report.fairness import fairness
 from fl_lightning.lab.report.intervals import mean_sd
-from fl_lightning.lab.report.printed_results import Beside, Gain, gains, published
 from fl_lightning.lab.report.reader_notes import notes_on, on_test
 from fl_lightning.lab.report.runs import Found, ReportedRun
-from fl_lightning.lab.report.scores import SCORES, has_lost, lost, reached, score_of
+from fl_lightning.lab.report.scores import SCORES, of_clients, reached, score_of
 from fl_lightning.lab.report.verdicts import Comparison, judge
 from fl_lightning.metrics import without_prefix
 
@@ -39,7 +36,7 @@ class Arm:
     """One arm: its runs, and the scores and costs of its finished runs by seed.
 
     ``reached``: target → seed → rounds, bytes and seconds until it. ``key``: its name in the sweep,
-    if ``name`` is a label. ``fairness``: measure → seed → value, if clients were measured.
+    if ``name`` is a label. ``clients``: measure → seed → value, if clients were measured.
     """
 
     name: str
@@ -47,12 +44,12 @@ class Arm:
     scores: dict[str, BySeed]
     reached: dict[str, dict[int, dict[str, Any]]]
     key: str
-    fairness: dict[str, BySeed] = field(default_factory=dict)
+    clients: dict[str, BySeed] = field(default_factory=dict)
 
     @property
     def own(self) -> str:
         """Return the arm's key without the label of its sweep."""
-        return self.key.removeprefix(f"{self.runs[0].group}/")
+        return self.key.removeprefix(f"{self.runs[0].label}/")
 
     @property
     def finished(self) -> list[ReportedRun]:
@@ -73,7 +70,7 @@ class Arm:
     def to_json(self) -> dict[str, Any]:
         """Return the arm in the form of report.json."""
         scores = {score: _spread(values) for score, values in self.scores.items()}
-        spreads = {measure: _spread(values) for measure, values in self.fairness.items()}
+        spreads = {measure: _spread(values) for measure, values in self.clients.items()}
         return {
             "n": len(self.finished),
             "diverged": self.diverged,
@@ -101,9 +98,8 @@ class Summary:
     """A report as numbers.
 
     ``targets`` are as typed. ``notes`` are remarks that a reader needs to read the numbers
-    correctly. ``settings``: setting → method → arm. ``published``: columns of papers next to the
-    arms; ``gains``: id of a claim → the printed numbers for its arms. ``timed``: whether seconds
-    are shown. ``on_test``: whether validation was on the test set.
+    correctly. ``settings``: setting → method → arm. ``timed``: whether seconds are
+    shown. ``on_test``: whether validation was on the test set.
     """
 
     metric: str
@@ -114,8 +110,6 @@ class Summary:
     notes: list[str]
     found: Found
     settings: dict[str, dict[str, str]]
-    published: list[Beside] = field(default_factory=list)
-    gains: dict[str, list[Gain]] = field(default_factory=dict)
     timed: bool = True
     on_test: bool = False
 
@@ -136,39 +130,19 @@ class Summary:
         """Return the name of each sweep → the summary of its arms; one entry if there is one
         sweep.
         """
-        groups = list(dict.fromkeys(sweep.group for sweep in self.found.sweeps))
+        names = {sweep.group: sweep.folder.name for sweep in reversed(self.found.sweeps)}
         parts: dict[str, Summary] = {}
-        for group in groups:
-            sweeps = [sweep for sweep in self.found.sweeps if sweep.group == group]
-            folders = set[Path]()
-            for sweep in sweeps:
-                folders.update(path.resolve() for path in sweep.runs)
-            found = self.found.within(folders)
-            names = {run.arm for run in found.runs}
-            arms = {name: arm for name, arm in self.arms.items() if arm.runs[0].arm in names}
-            parts[sweeps[0].folder.name] = replace(self, arms=arms, found=found)
+        for group in dict.fromkeys(sweep.group for sweep in self.found.sweeps):
+            arms = {name: arm for name, arm in self.arms.items() if arm.runs[0].sweep == group}
+            parts[names[group]] = replace(self, arms=arms, found=self.found.of(group))
         # Runs outside of all sweeps, or of two sweeps with one name, are drawn together.
         whole = sum(len(part.found.runs) for part in parts.values()) == len(self.found.runs)
-        return parts if whole and len(parts) == len(groups) else {"": self}
+        return parts if whole and len(parts) == len(names) else {"": self}
 
     @property
     def scored(self) -> bool:
         """Return whether any run logs the metric."""
         return logged(self.found, self.metric)
-
-    @property
-    def losing(self) -> str:
-        """Return the score of a run that has lost, as a sentence; empty if no run has lost."""
-        finished = [run for run in self.found.runs if run.finished] if self.scored else []
-        for run in finished:
-            if any(has_lost(run, self.metric, score) for score in SCORES):
-                none = lost(run, self.metric) is None
-                what = "has no score" if none else "scores 0"
-                return (
-                    "A run has lost if it diverged, or if a value that counts is not finite. "
-                    f"A lost run {what}. "
-                )
-        return ""
 
     def to_json(self) -> dict[str, Any]:
         """report.json."""
@@ -176,15 +150,9 @@ class Summary:
             "metric": self.metric,
             "arms": {name: arm.to_json() for name, arm in self.arms.items()},
             "pairs": [pair.to_pair() for pair in self.pairs],
-            "claims": [self._claim(verdict) for verdict in self.verdicts],
+            "claims": [verdict.to_claim() for verdict in self.verdicts],
             "settings": self.settings,
         }
-
-    def _claim(self, verdict: Comparison) -> dict[str, Any]:
-        """Return a claim for report.json, with published differences if there are any."""
-        printed = self.gains.get(verdict.claim.id, [])
-        theirs = [{"source": gain.source, "mean": gain.mean} for gain in printed]
-        return {**verdict.to_claim(), **({"published": theirs} if theirs else {})}
 
 
 def summarise(
@@ -192,7 +160,6 @@ def summarise(
     metric: str = "val/acc",
     targets: Sequence[str] = (),
     claims: Path | None = None,
-    printed: Sequence[Path] = (),
 ) -> Summary:
     """Return scores, costs, intervals and verdicts of the runs that were ``found``.
 
@@ -201,7 +168,6 @@ def summarise(
         metric: the metric to score; claims name their own.
         targets: numbers as typed.
         claims: a file of claims, instead of the sweeps' own.
-        printed: files of published numbers to show beside the runs.
 
     Raises:
         UserError: a file does not hold claims, or runs cannot be paired because their partitions
@@ -219,20 +185,39 @@ def summarise(
     for file in files:
         verdicts += _judged(file, found, notes)
     pairs = [each for each in verdicts if each.claim.kind in OF_TWO_ARMS]
-    beside = published(found, printed)
-    theirs = {}
-    for claim in (each.claim for each in pairs):
-        if claim.a in arms and claim.b in arms:
-            sides = [(arms[name].own, arms[name].runs[0].folder) for name in (claim.a, claim.b)]
-            theirs[claim.id] = gains(claim.metric, claim.scale, sides, beside)
     if not files:
         pairs = _within_settings(by_setting, metric, found, notes)
     notes = list(dict.fromkeys(notes))
     made = Summary(metric, tuple(targets), arms, pairs, verdicts, notes, found, by_setting)
-    made.published = beside
-    made.gains = theirs
     made.on_test = on_test(found) == {True}
     return made
+
+
+def relabelled(summary: Summary, labels: Mapping[str, str]) -> Summary:
+    """Return the report with other names of arms, given as arm → label; no number changes."""
+
+    def called(arm: str) -> str:
+        return labels.get(arm, arm)
+
+    def compared(found: Comparison) -> Comparison:
+        return replace(found, claim=named(found.claim, labels))
+
+    arms = {}
+    for name, arm in summary.arms.items():
+        runs = [replace(run, arm=called(name)) for run in arm.runs]
+        arms[called(name)] = replace(arm, name=called(name), runs=runs)
+    by_setting = {}
+    for setting, members in summary.settings.items():
+        by_setting[setting] = {method: called(arm) for method, arm in members.items()}
+    runs = [replace(run, arm=called(run.arm)) for run in summary.found.runs]
+    return replace(
+        summary,
+        arms=arms,
+        pairs=[compared(pair) for pair in summary.pairs],
+        verdicts=[compared(verdict) for verdict in summary.verdicts],
+        found=replace(summary.found, runs=runs),
+        settings=by_setting,
+    )
 
 
 def _judged(file: ClaimsFile, found: Found, notes: list[str]) -> list[Comparison]:
@@ -241,8 +226,8 @@ def _judged(file: ClaimsFile, found: Found, notes: list[str]) -> list[Comparison
     The claims are about the runs of the file's own sweeps.
     """
     # Sweeps that are reported together keep their own claims.
-    if file.folders:
-        found = found.within({folder.resolve() for folder in file.folders})
+    if file.group:
+        found = found.of(file.group)
     claims = [named(claim, file.names) for claim in file.claims]
     measured = [(claim, evidence(claim, found, notes)) for claim in claims]
     verdicts: dict[str, Comparison] = {}
@@ -282,24 +267,86 @@ def _arm(
             scores[score][run.seed] = score_of(run, metric, score) if any_logged else None
         for target in targets:
             costs[target][run.seed] = reached(run, metric, float(target))
-    measured: dict[str, BySeed] = {}
+    clients: dict[str, BySeed] = {}
     for run in filter(lambda run: run.status == "done", runs):
-        if (run.folder / "clients.csv").is_file():
-            for measure, value in fairness(run, metric).items():
-                measured.setdefault(measure, {})[run.seed] = value
-    return Arm(name, runs, scores, costs, name, measured)
+        for measure, value in of_clients(run, metric).items():
+            clients.setdefault(measure, {})[run.seed] = value
+    return Arm(name, runs, scores, costs, name, clients)
 
 
 def group_of_arms(summary: Summary) -> dict[str, str]:
-    """Return arm → the sweep's common setting, because arms of other sweeps have other settings."""
-    of_run: dict[Path, str] = {}
-    for sweep in summary.found.sweeps:
-        of_run |= dict.fromkeys(sweep.runs, sweep.group)
-    return {name: of_run.get(arm.runs[0].folder, "") for name, arm in summary.arms.items()}
+    """Return arm → the group of its sweep, because arms of other sweeps have other settings."""
+    return {name: arm.runs[0].sweep for name, arm in summary.arms.items()}
 
 
 def first_arms(summary: Summary) -> dict[str, str]:
     """Return arm → the first one of its sweep, relative to which its costs are measured."""
-    groups = group_of_arms(summary)
     first: dict[str, str] = {}
-    return {name: first.setdefault(groups.get(name, ""), name) for name in summary.arms}
+    return {name: first.setdefault(group, name) for name, group in group_of_arms(summary).items()}
+
+
+# ------------------------------------------------------------------- arms that are compared
+
+# The name of the only setting, if runs differ only in their methods.
+ALL = "all"
+
+
+def settings(found: Found) -> dict[str, dict[str, str]]:
+    """Return setting → method → arm, in the order of the runs.
+
+    A setting's name has the values of the grid's axes other than the method. If a sweep has only
+    one method, options that change the data are the setting, and the other axes take the method's
+    place.
+    """
+    placed = []
+    for group, runs in _groups(found).items():
+        placed += [(group, *_placed(run, _axes(runs))) for run in runs]
+    of_setting: dict[str, set[str]] = {}
+    # Two sweeps may have settings with the same name.
+    for group, setting, _, _ in placed:
+        of_setting.setdefault(setting, set()).add(group)
+    made: dict[str, dict[str, str]] = {}
+    for group, setting, method, arm in placed:
+        # If a setting's name occurs in several groups, prefix it with its group.
+        name = setting
+        if group and len(of_setting[setting]) > 1:
+            name = f"{group}/{setting}"
+        methods = made.setdefault(name, {})
+        methods[arm if method in methods else method] = arm
+    return made
+
+
+def _groups(found: Found) -> dict[str, list[ReportedRun]]:
+    """Return a run of each arm; sweeps whose arms were kept apart are groups, and all others
+    are one group.
+    """
+    groups: dict[str, dict[str, ReportedRun]] = {}
+    for run in found.runs:
+        groups.setdefault(run.label, {}).setdefault(run.arm, run)
+    return {group: list(arms.values()) for group, arms in groups.items()}
+
+
+def _axes(runs: list[ReportedRun]) -> tuple[list[str], list[str]]:
+    """Return the axes with several values, in two groups: axes of the setting, and axes of the
+    method.
+    """
+    values: dict[str, set[str]] = {}
+    for run in runs:
+        for key, value in run.axes.items():
+            values.setdefault(key, set()).add(value)
+    keys = [key for key, swept in values.items() if len(swept) > 1]
+    if "method" in keys:
+        return [key for key in keys if key != "method"], ["method"]
+    of_data = [key for key in keys if key.split(".")[0] == "data"]
+    return of_data, [key for key in keys if key not in of_data]
+
+
+def _placed(run: ReportedRun, axes: tuple[list[str], list[str]]) -> tuple[str, str, str]:
+    """Return (setting, method, arm) of a run."""
+    setting = _values(run, axes[0])
+    method = _values(run, axes[1])
+    return setting or ALL, method or run.axes.get("method") or run.arm, run.arm
+
+
+def _values(run: ReportedRun, keys: list[str]) -> str:
+    return "_".join(run.axes[key] for key in keys if key in run.axes)

@@ -13,6 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.accepted import check
 from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.compose import TOP_LEVEL, class_name, prepare
 from fl_lightning.lab.sweep.sweep_file import ROUNDS, SEEDS, Spec, as_list
@@ -142,11 +143,7 @@ def seeds(spec: Spec, arm: PlannedArm) -> list[int]:
 
 def _seed_of_configs(spec: Spec, arm: PlannedArm) -> list[int]:
     seed = prepare("fit", arm.argv()).config.get(SEEDS, 0)
-    if type(seed) is not int:
-        raise UserError(
-            f"sweep {spec.name}: {SEEDS} is {seed!r}, but a run's folder is named after its seed. "
-            "Give integers."
-        )
+    check(f"sweep {spec.name}: {SEEDS}", seed, int)
     return [seed]
 
 
@@ -231,12 +228,7 @@ def _item(spec: Spec, axis: str, value: Any) -> _Item:
         if bundle or axis in TOP_LEVEL:
             return _bundle(where, value)
     if axis in ("method", "data", "model", "trainer", "configs") and isinstance(value, str | list):
-        configs = as_list(value)
-        if not _are_texts(configs):
-            raise UserError(
-                f"{where}: {str(value)[:80]!r}: give names of configs, such as method/fedavg."
-            )
-        return _Item(tuple(configs), {})
+        return _Item(tuple(map(str, as_list(value))), {})
     if not _is_option(axis):
         raise UserError(
             f"{where}: not an option of a run. An axis is an option, such as model.participation, "
@@ -249,19 +241,15 @@ def _item(spec: Spec, axis: str, value: Any) -> _Item:
 
 def _bundle(where: str, value: Mapping[str, Any]) -> _Item:
     """Return an item that combines configs and options, and may have a name."""
-    configs = as_list(value.get("configs", []))
+    configs = tuple(map(str, as_list(value.get("configs", []))))
     options = {str(key): item for key, item in value.items() if key not in ("configs", "name")}
-    if not _are_texts(configs) or not all(map(_is_option, options)):
+    if not all(map(_is_option, options)):
         raise UserError(
             f"{where}: {str(value)[:80]!r}: an item is a value, or "
             "{configs: [names], option: value, …}."
         )
     name = None if value.get("name") is None else value_name(value["name"])
-    return _Item(tuple(configs), options, name)
-
-
-def _are_texts(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, str) for value in values)
+    return _Item(configs, options, name)
 
 
 def _is_option(key: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +12,8 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.lab.cli.compose import plain_yaml, prepare
+from fl_lightning.lab.cli.compose import plain_yaml, prepare, text_of
 from fl_lightning.lab.report import runs as reading
-from fl_lightning.lab.report.chosen import end_of, on_test_samples
 from fl_lightning.lab.report.scores import SCORES, has_lost, score_of
 from fl_lightning.lab.sweep.grid import PlannedArm, PlannedRun, part_of, runs, value_name
 from fl_lightning.lab.sweep.sweep_file import ROUNDS, Selection, as_list
@@ -60,8 +58,8 @@ def candidates(
     ``chosen``: the choices of arms so far, for the arms that come after them.
 
     Raises:
-        UserError: no arm has the option, the grid sets it, an arm that does not exist has its own
-            candidates, or an arm cannot come after another.
+        UserError: no arm has the option, the grid sets it, or an arm that is named does not exist
+            or has no candidates.
     """
     names = [arm.name for arm in arms]
     for name in select.arms:
@@ -82,7 +80,7 @@ def candidates(
     options |= select.arms
     for arm in arms:
         check_not_of_grid(arm, options[arm.name])
-    _check_order(select.after, options)
+    _check_order(select.after, [name for name, own in options.items() if own])
     made = []
     folders = set[str]()
     for arm in arms:
@@ -108,6 +106,15 @@ def candidates(
     return made
 
 
+def _check_order(after: Mapping[str, str], having: Sequence[str]) -> None:
+    for arm, before in after.items():
+        if before not in having:
+            raise UserError(
+                f"select.arms.{arm}.after {before}: not an arm with candidates."
+                f"{suggest(before, having)} Arms with candidates: {', '.join(having)}."
+            )
+
+
 def check_not_of_grid(arm: PlannedArm, chosen: Iterable[str]) -> None:
     """Refuse a choice that would replace a value of the grid, after which the arm is named.
 
@@ -122,39 +129,6 @@ def check_not_of_grid(arm: PlannedArm, chosen: Iterable[str]) -> None:
             )
 
 
-def _check_order(after: Mapping[str, str], options: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse arms that come after an arm that does not exist or has no choice, or after themselves.
-
-    ``options``: the options that each arm varies; an earlier arm may not vary the same ones.
-    """
-    for arm, before in after.items():
-        where = f"select.arms.{arm}.after {before}"
-        if before not in options:
-            raise UserError(
-                f"{where}: not an arm of the grid.{suggest(before, options)} "
-                f"Arms: {', '.join(options)}."
-            )
-        passed = [arm]
-        while passed[-1] in after:
-            passed.append(after[passed[-1]])
-            if passed[-1] in passed[:-1]:
-                raise UserError(
-                    f"{where}: {' after '.join(passed)} is a circle, so no arm can choose first. "
-                    "Leave one of these out."
-                )
-        if not options[before]:
-            raise UserError(
-                f"{where}: {before} has no candidates, so it makes no choice that this arm could "
-                f"take. Give {before} candidates, or leave this key out."
-            )
-        for other in passed[1:]:
-            if both := [key for key in options[arm] if key in options.get(other, {})]:
-                raise UserError(
-                    f"{where}: {other} chooses {both[0]}, and {arm} chooses it again. Leave "
-                    f"{both[0]} out of one of the two."
-                )
-
-
 def _shorter(arm: PlannedArm, select: Selection) -> dict[str, int]:
     """Return the rounds of a candidate, if they differ from the arm's own.
 
@@ -167,29 +141,16 @@ def _shorter(arm: PlannedArm, select: Selection) -> dict[str, int]:
     return {ROUNDS: min(rounds, full) if isinstance(full, int) and full > 0 else rounds}
 
 
-def unequal(found: Sequence[Candidate]) -> str | None:
-    """Print a line if arms have unequal numbers of candidates, because more candidates are an
-    advantage.
-
-    Only an arm's own candidates count, not those of an arm that it comes after.
-    """
-    counts = Counter(candidate.arm for candidate in found)
-    if len(set(counts.values())) < 2:
-        return None
-    numbers = ", ".join(f"{arm} {number}" for arm, number in counts.items())
-    return f"arms choose from unequal numbers of candidates: {numbers}"
-
-
-def on_test(select: Selection) -> str | None:
+def on_test(select: Selection) -> str:
     """Return a note if the metric is measured on samples that ``val_fraction`` does not hold
-    out.
+    out, else "".
     """
     if not on_test_samples(select.metric):
-        return None
+        return ""
     return (
-        f"select.metric {select.metric}: it is measured on the clients' test samples, of which "
-        "select.val_fraction holds out none. So the arms' own scores on such samples may be too "
-        "good. A metric val/… chooses on training data that is held out"
+        f"note: select.metric {select.metric}: it is measured on the clients' test samples, of "
+        "which select.val_fraction holds out none. So the arms' own scores on such samples may be "
+        "too good. A metric val/… chooses on training data that is held out"
     )
 
 
@@ -199,10 +160,7 @@ def stored(path: Path, arms: Sequence[PlannedArm]) -> dict[str, Mapping[str, Any
     Raises:
         UserError: it is not such a file, or it lacks an arm.
     """
-    try:
-        document = plain_yaml(path.read_text(encoding="utf-8"), f"select.from {path}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"select.from {path}: cannot be read ({error}).") from None
+    document = plain_yaml(text_of(path, f"select.from {path}"), f"select.from {path}")
     choices = list(document.values()) if isinstance(document, dict) else [None]
     if not all(isinstance(choice, dict) for choice in choices):
         raise UserError(
@@ -216,6 +174,28 @@ def stored(path: Path, arms: Sequence[PlannedArm]) -> dict[str, Mapping[str, Any
     return {arm.name: document[arm.name] for arm in arms}
 
 
+def on_test_samples(metric: str) -> bool:
+    """Return whether a metric is measured on the clients' test samples.
+
+    >>> on_test_samples("clients/acc_worst10"), on_test_samples("val/acc")
+    (True, False)
+    """
+    return metric.startswith(("clients/", "domains/"))
+
+
+def end_of(values: Sequence[Any], value: Any) -> str:
+    """Return "least" or "largest" if ``value`` is that of three numbers or more, else "".
+
+    >>> end_of([0.03, 0.1, 0.3], 0.3), end_of([0.03, 0.1, 0.3], 0.1), end_of([0.1, 0.3], 0.3)
+    ('largest', '', '')
+    """
+    numbers = {each for each in values if type(each) in (int, float)}
+    others = any(type(each) not in (int, float) for each in values)
+    if others or len(numbers) < 3 or value not in (min(numbers), max(numbers)):
+        return ""
+    return "least" if value == min(numbers) else "largest"
+
+
 def write_choices(sweep: Path, chosen: Mapping[str, Mapping[str, Any]]) -> None:
     """Write selections.yaml: arm → {option: value}."""
     plain = {arm: dict(choice) for arm, choice in chosen.items()}
@@ -224,12 +204,15 @@ def write_choices(sweep: Path, chosen: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def choose(
-    sweep: Path, select: Selection, found: Sequence[Candidate], states: Mapping[PlannedRun, str]
+    sweep: Path | None,
+    select: Selection,
+    found: Sequence[Candidate],
+    states: Mapping[PlannedRun, str],
 ) -> dict[str, Mapping[str, Any]]:
     """Return arm → its best choice, by the mean score over the seeds.
 
-    An arm is left out if one of its runs has not ended, or is not among ``states``. All scores are
-    written to ``<sweep>/select.csv``.
+    An arm is left out if one of its runs has not ended, or is not among ``states``. If ``sweep`` is
+    given, all scores are written to ``<sweep>/select.csv``.
 
     Raises:
         UserError: a done run did not log the metric, or its better direction is not known.
@@ -259,7 +242,8 @@ def choose(
             known.sort(key=lambda each: (sign * each[0], _losses(each[1], select, ended)))
         if known:
             best[arm] = known[0][1]
-    _write_scores(sweep, select.metric, scored, best)
+    if sweep is not None:
+        _write_scores(sweep, select.metric, scored, best)
     return {arm: candidate.whole for arm, candidate in best.items()}
 
 
@@ -300,25 +284,20 @@ def which_way(select: Selection) -> Directions:
 
 
 def told(arm: str, choice: Mapping[str, Any], found: Sequence[Candidate]) -> str:
-    """Print the choice of ``arm`` among ``found``, and its options from another arm."""
+    """Return the choice of ``arm`` among ``found`` in words.
+
+    It names options from another arm, and values at an end of those that were tried, because a
+    better value may lie beyond.
+    """
     own = [candidate for candidate in found if candidate.arm == arm]
     texts = []
     for key, value in choice.items():
         tried = [candidate.choice[key] for candidate in own if key in candidate.choice]
-        remark = at_the_end(tried, value) if tried else f" as {own[0].after}"
+        remark = "" if tried else f" as {own[0].after}"
+        if end := end_of(tried, value):
+            remark = f", the {end} that was tried"
         texts.append(f"{key} {value}{remark}")
     return f"{arm} chose {', '.join(texts)}"
-
-
-def at_the_end(values: Sequence[Any], value: Any) -> str:
-    """Return a remark if ``value`` is the least or largest of three numbers, because a better one
-    may lie beyond.
-
-    >>> at_the_end([0.03, 0.1, 0.3], 0.3), at_the_end([0.03, 0.1, 0.3], 0.1)
-    (', the largest that was tried', '')
-    """
-    end = end_of(values, value)
-    return f", the {end} that was tried" if end else ""
 
 
 def _has(arm: PlannedArm, key: str) -> bool:

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.accepted import PositiveInt, check
 from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.arguments import ArgumentParser
 from fl_lightning.lab.sweep.grid import PlannedRun
-from fl_lightning.lab.sweep.progress_table import counts
+from fl_lightning.lab.sweep.run_queue import counts
 from fl_lightning.lab.sweep.sweep import Sweep
 from fl_lightning.lab.sweep.sweep_file import read_spec
 from fl_lightning.lab.sweep.sweep_folder import (
@@ -22,7 +23,7 @@ from fl_lightning.lab.sweep.sweep_folder import (
     DONE,
     FAILED,
     WAITING,
-    bytes_of_rows,
+    check_claims,
     read_states,
     standing,
 )
@@ -34,8 +35,6 @@ FILE is YAML (configs, fixed, grid, select, claims), or the name of a packaged s
 ordinary run's folder, <out>/<arm>/seed-<s>; <out>/runs.csv says how each stands. The same command
 again goes on where it stopped: what is done stays, what was killed or failed goes on from its last
 checkpoint."""
-
-_TOLD = 10**8  # bytes of clients' rows from which on a sweep prints how to free them
 
 
 def parser() -> ArgumentParser:
@@ -84,8 +83,7 @@ def main(argv: Sequence[str]) -> int:
         UserError: the user has to correct something; nothing was trained.
     """
     options = parser().parse_intermixed_args(list(argv))
-    if options.jobs is not None and options.jobs < 1:
-        raise UserError(f"sweep --jobs {options.jobs}: give how many runs go at once, at least 1.")
+    check("sweep --jobs", options.jobs, PositiveInt | None)
     spec = read_spec(options.file, options.overrides)
     sweep = Sweep(spec, options.out or Path("runs") / spec.stem)
     if options.dry_run:
@@ -112,22 +110,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _list(sweep: Sweep) -> None:
+    check_claims(sweep.spec, sweep.arms)
+    print(f"arms: {', '.join(arm.name for arm in sweep.arms)}")
     listed_states = read_states(sweep.folder)
     if sweep.candidates:
         _list_runs(sweep, " to select from", sweep.measuring, listed_states)
     _list_runs(sweep, "", sweep.listed(), listed_states)
     if sweep.candidates:
         options: dict[str, Any] = {}
-        after: dict[str, str] = {}
         for candidate in sweep.candidates:
-            options |= candidate.choice
-            if candidate.after is not None:
-                after[candidate.arm] = candidate.after
-        for arm, before in after.items():
-            print(f"  select/{arm} with the choice of {before}")
+            options |= candidate.whole
         print(f"  each with the choice of its arm: {', '.join(options)}")
-    for note in sweep.notes:
-        print(f"note: {note}")
+    if sweep.note:
+        print(sweep.note)
 
 
 def _list_runs(
@@ -145,27 +140,15 @@ def _conclude(sweep: Sweep) -> None:
     failed = [run for run, status in sweep.states.items() if status == FAILED]
     for run in failed:
         print(f"failed: {run.place} (what it said: {run.folder / 'log.txt'})")
-    for arm in sweep.lost:
+    for arm in sweep.undecided:
         print(
-            f"no choice: each candidate of {arm}, or of the arm that it comes after, diverged or "
-            "has a score that is not finite. So the arm's own runs are not made. Give other "
-            "candidates"
-        )
-    for arm in sweep.still_choosing:
-        print(
-            f"waiting: {arm} has not chosen yet, because some of its runs under "
-            f"{sweep.folder / 'select'} did not end"
+            f"no choice: the candidates of {arm}, or of the arm that it comes after, did not end, "
+            "diverged, or have a score that is not finite. So the arm's own runs are not made. "
+            f"See {sweep.folder / 'select'}"
         )
     waiting = [run for run, status in sweep.states.items() if status == WAITING]
-    if failed or sweep.still_choosing or any(run.arm not in sweep.undecided for run in waiting):
+    if failed or sweep.trying or any(run.arm not in sweep.undecided for run in waiting):
         print("the same command goes on with what is not done")
-    size = bytes_of_rows(sweep.folder)
-    if size >= _TOLD:
-        place = shlex.quote(str(sweep.folder))
-        print(
-            f"{size / 1e9:.1f} GB are clients' rows, with which runs go on. Where none is to, free"
-        )
-        print(f"them: find {place} -path '*/state/rows-*.safetensors' -delete")
     report = ""
     if DONE in sweep.states.values():
         report = f" (fl-lightning report {sweep.folder} compares the arms)"
@@ -184,7 +167,4 @@ def _write_script(target: str, text: str, sweep: Sweep) -> None:
         ) from None
     print(f"→ {target}: sbatch {target}")
     if sweep.selecting:
-        following = "the sweep's own runs"
-        if sweep.ready != sweep.candidates:
-            following = "what the arms that come after others select from"
-        print(f"it selects; the same command afterwards writes the script of {following}")
+        print("it selects; the same command afterwards writes the next script")

@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from fl_lightning.accepted import Above, AtLeast, Below, PositiveInt, check
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.lab.cli.compose import is_file, packaged, plain_yaml
+from fl_lightning.lab.cli.compose import find, is_file, plain_yaml, text_of
 from fl_lightning.metrics import check_mode
 
 KEYS = ("configs", "fixed", "grid", "select", "claims")
@@ -72,18 +73,13 @@ def read_spec(name: str, overrides: Sequence[str] = ()) -> Spec:
     Raises:
         UserError: it cannot be read, or a key or value is not accepted; the error names the key.
     """
-    text, folder = _text(name)
+    file = find(name, "sweep")
+    text, folder = text_of(file, f"sweep {name}"), Path(str(file)).parent
     document = plain_yaml(text, f"sweep {name}")
     if not isinstance(document, dict):
         raise UserError(f"sweep {name}: a sweep is a mapping with the keys {', '.join(KEYS)}.")
-    for key in document:
-        if key not in KEYS:
-            raise UserError(
-                f"sweep {name}: the key {key!r} is not known.{suggest(key, KEYS)} Accepted: "
-                f"{', '.join(KEYS)}. Options of every run belong under fixed, those that vary "
-                "under grid."
-            )
-    configs = _texts(name, "configs", document.get("configs") or [])
+    _check_keys(f"sweep {name}: ", document, KEYS)
+    configs = [str(config) for config in as_list(document.get("configs") or [])]
     fixed = dict(_mapping(name, "fixed", document))
     grid = _grid(name, "grid", _mapping(name, "grid", document))
     select = dict(_mapping(name, "select", document))
@@ -94,18 +90,16 @@ def read_spec(name: str, overrides: Sequence[str] = ()) -> Spec:
         _override(name, override, fixed, grid, select)
     if SEEDS in fixed:
         grid.setdefault(SEEDS, [fixed.pop(SEEDS)])
-    _check_options(name, fixed, grid, select)
+    for key in OWN:
+        if key in {**fixed, **grid}:
+            raise UserError(
+                f"sweep {name}: the sweep sets {key} itself, one folder per run. Choose their "
+                "place with --out."
+            )
     seeds = None
     if SEEDS in grid:
         seeds = _seeds(name, f"grid.{SEEDS}", grid.pop(SEEDS))
-    claims = None
-    if document.get("claims") is not None:
-        claims = folder / str(document["claims"])
-        if not is_file(claims):
-            raise UserError(
-                f"sweep {name}: claims {document['claims']}: there is no such file in {folder}, "
-                "where the sweep's file is."
-            )
+    claims = document.get("claims")
     return Spec(
         name=name,
         stem=Path(name).name.removesuffix(".yaml").removesuffix(".yml"),
@@ -115,7 +109,7 @@ def read_spec(name: str, overrides: Sequence[str] = ()) -> Spec:
         grid=grid,
         seeds=seeds,
         select=_selection(name, select, folder) if select else None,
-        claims=claims,
+        claims=None if claims is None else folder / str(claims),
         overrides=list(overrides),
         own_rounds=own_rounds,
     )
@@ -126,44 +120,17 @@ def _grid(name: str, key: str, mapping: Mapping[str, Any]) -> dict[str, list[Any
     return {str(option): _values(name, f"{key}.{option}", its) for option, its in mapping.items()}
 
 
-def _check_options(
-    name: str, fixed: Mapping[str, Any], grid: Mapping[str, Any], select: Mapping[str, Any]
-) -> None:
-    """Refuse options that a sweep sets itself, and options that are both fixed and varied."""
-    for key in (*fixed, *grid, *select.get("over", {})):
-        if key in OWN:
+def _check_keys(where: str, document: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in document:
+        if key not in known:
             raise UserError(
-                f"sweep {name}: the sweep sets {key} itself, one folder per run. Choose their "
-                "place with --out."
+                f"{where}{key} is not known.{suggest(key, known)} Accepted: {', '.join(known)}."
             )
-        if key in fixed and key in grid:
-            raise UserError(
-                f"sweep {name}: {key} is both fixed and in the grid. Leave one of them out."
-            )
-
-
-def _text(name: str) -> tuple[str, Path]:
-    """Return (text, folder) of the sweep's file."""
-    if is_file(name):
-        try:
-            return Path(name).read_text(encoding="utf-8"), Path(name).parent
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"sweep {name}: this file cannot be read ({error}).") from None
-    entry = packaged().get(name.removesuffix(".yaml"))
-    if entry is None:
-        raise UserError(
-            f"sweep {name[:200]}: neither a file nor a packaged config.{suggest(name, packaged())} "
-            "Give a YAML file with configs, fixed and grid."
-        )
-    return entry.read_text(encoding="utf-8"), Path(str(entry)).parent
 
 
 def _mapping(name: str, key: str, document: Mapping[str, Any]) -> dict[str, Any]:
     value = document.get(key)
-    if value is not None and not isinstance(value, dict):
-        raise UserError(
-            f"sweep {name}: {key} is {type(value).__name__} {str(value)[:60]!r}: give a mapping."
-        )
+    check(f"sweep {name}: {key}", value, dict | None)
     return value or {}
 
 
@@ -179,33 +146,13 @@ def _values(name: str, key: str, value: Any) -> list[Any]:
     return values
 
 
-def _texts(name: str, key: str, value: Any) -> list[str]:
-    values = as_list(value)
-    for item in values:
-        if not isinstance(item, str):
-            raise UserError(
-                f"sweep {name}: {key}: {str(item)[:60]!r} is not the name of a config. "
-                "Give text, such as base."
-            )
-    return list(values)
-
-
 def _seeds(name: str, key: str, value: Any) -> list[int]:
-    values = as_list(value)
-    for seed in values:
-        # A bool is an int in Python, so check the exact type.
-        if type(seed) is not int or not 0 <= seed < 2**32:
-            raise UserError(
-                f"sweep {name}: {key}: {seed!r} is not a seed. Give integers from 0 to 4294967295, "
-                "one per run."
-            )
-        if values.count(seed) > 1:
-            raise UserError(
-                f"sweep {name}: {key}: {seed} is given twice. A seed gives one run of an arm."
-            )
-    if not values:
-        raise UserError(f"sweep {name}: {key} is empty. Give integers, one per run.")
-    return list(values)
+    values = _values(name, key, value)
+    where = f"sweep {name}: {key}"
+    check(where, values, list[Annotated[int, AtLeast(0), Below(2**32)]])
+    if len(set(values)) < len(values):
+        raise UserError(f"{where}={values}: a seed gives one run of an arm. Give each seed once.")
+    return values
 
 
 def _override(
@@ -253,12 +200,7 @@ def _override(
 
 def _selection(name: str, entries: Mapping[str, Any], folder: Path) -> Selection:
     """Read ``select``."""
-    for key in entries:
-        if key not in SELECT_KEYS:
-            accepted = f"Accepted: {', '.join(SELECT_KEYS)}."
-            raise UserError(
-                f"sweep {name}: select.{key} is not known.{suggest(key, SELECT_KEYS)} {accepted}"
-            )
+    _check_keys(f"sweep {name}: select.", entries, SELECT_KEYS)
     metric = str(entries.get("metric", "val/acc"))
     if "from" in entries:
         if both := [key for key in _TRYING if key in entries]:
@@ -276,8 +218,10 @@ def _selection(name: str, entries: Mapping[str, Any], folder: Path) -> Selection
         )
     rounds = entries.get("rounds")
     fraction = entries.get("val_fraction", 0.1)
-    _check_measuring(name, rounds, fraction)
-    check_mode(f"sweep {name}: select.mode", entries.get("mode"))
+    where = f"sweep {name}: select"
+    check(f"{where}.rounds", rounds, PositiveInt | None)
+    check(f"{where}.val_fraction", fraction, Annotated[float, Above(0), Below(1)])
+    check_mode(f"{where}.mode", entries.get("mode"))
     own = _seeds(name, "select.seeds", entries["seeds"])
     over_of_arms, after = _of_arms(name, of_arms)
     return Selection(
@@ -303,29 +247,14 @@ def _of_arms(
         own = dict(_mapping(name, where, {where: entries[arm]}))
         before = own.pop("after", None)
         if before is not None:
-            if not isinstance(before, str) or not own:
+            if not own:
                 raise UserError(
-                    f"sweep {name}: {where}.after {str(before)[:60]!r}: give the name of the arm "
-                    "whose choice this arm takes, and also candidates of this arm. A single value "
-                    "of an option is enough."
+                    f"sweep {name}: {where}.after {before}: give also candidates of this arm. A "
+                    "single value of an option is enough."
                 )
-            after[arm] = before
+            after[arm] = str(before)
         over[arm] = _grid(name, where, own)
     return over, after
-
-
-def _check_measuring(name: str, rounds: Any, fraction: Any) -> None:
-    """Refuse numbers of rounds and shares of the data with which nothing can be measured."""
-    if rounds is not None and (type(rounds) is not int or rounds < 1):
-        raise UserError(
-            f"sweep {name}: select.rounds {rounds!r}: give how many rounds a candidate is tried, "
-            "at least 1."
-        )
-    if type(fraction) not in (int, float) or not 0 < fraction < 1:
-        raise UserError(
-            f"sweep {name}: select.val_fraction {fraction!r}: give a share of the training data, "
-            "such as 0.1."
-        )
 
 
 def _stored(name: str, given: str, folder: Path) -> Path:

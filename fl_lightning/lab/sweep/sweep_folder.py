@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, cannot_write
 from fl_lightning.lab.report import runs as reading
 from fl_lightning.lab.sweep.grid import PlannedArm, PlannedRun
 from fl_lightning.lab.sweep.sweep_file import Spec
 from fl_lightning.metrics import comma_separated, read_record, read_rows, write_record
 from fl_lightning.storage.atomic_files import written_aside
+from fl_lightning.storage.lock import hold
 
 WAITING = "waiting"
 RUNNING = "running"
 DONE = "done"
 DIVERGED = "diverged"
 FAILED = "failed"
-# Seconds to wait until the processes of a killed sweep have ended.
-_PATIENCE = 20.0
 
 
 def make(folder: Path) -> None:
@@ -35,54 +31,23 @@ def make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        reason = error.strerror or error
-        raise UserError(
-            f"sweep --out: the folder {folder} cannot be made ({reason}). Give another folder."
-        ) from None
+        raise cannot_write(folder, error) from None
 
 
 @contextmanager
-def locked(path: Path, what: str, shared: bool = False) -> Iterator[None]:
-    """Lock ``path`` against other processes until the block or this process ends.
-
-    With ``shared`` other processes may also hold it as shared. The kernel releases the lock when
-    its holder is killed, once the workers that inherited it have ended, too.
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a sweep's folder against other sweeps until the block or this process ends.
 
     Raises:
-        UserError: a running process holds the folder; ``what`` is the folder's name in the error.
+        UserError: a running process holds the folder.
     """
-    make(path.parent)
-    # The workers of a killed sweep also hold its lock, until they have ended.
-    deadline = time.monotonic() + _PATIENCE
-    with open(path, "a+", encoding="utf-8") as file:
-        while True:
-            try:
-                kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-                fcntl.flock(file, kind | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                file.seek(0)
-                holder = file.read().strip()
-                if _alive(holder) or time.monotonic() > deadline:
-                    raise UserError(
-                        f"{what}: another sweep is running here (process {holder or 'unknown'}). "
-                        "Wait for it or stop it; its folder takes one sweep at a time."
-                    ) from error
-                time.sleep(0.05)
-        if not shared:
-            file.truncate(0)
-            file.write(f"{os.getpid()}\n")
-            file.flush()
-        yield
-
-
-def _alive(holder: str) -> bool:
+    make(folder)
+    lock = hold(folder)
+    lock.use()
     try:
-        stat = Path(f"/proc/{int(holder)}/stat").read_text()
-    except (OSError, ValueError):
-        return False
-    # A zombie was killed, and the process that started it has not waited for it yet.
-    return stat.rpartition(")")[2].split()[0] != "Z"
+        yield
+    finally:
+        lock.release()
 
 
 def keep_files(folder: Path, spec: Spec, arms: Sequence[PlannedArm]) -> str | None:
@@ -95,10 +60,10 @@ def keep_files(folder: Path, spec: Spec, arms: Sequence[PlannedArm]) -> str | No
     claims_hash = None
     # The runs that select show which arm does well, just as the sweep's own runs do.
     records = [*folder.glob("*/seed-*/run.json"), *folder.glob("select/*/*/seed-*/run.json")]
+    check_claims(spec, arms)
     if spec.claims is not None:
         data = spec.claims.read_bytes()
         claims_hash = hashlib.sha256(data).hexdigest()
-        _check_claims(spec, spec.claims, arms)
         kept = folder / "claims.yaml"
         if records and (not kept.is_file() or kept.read_bytes() != data):
             raise UserError(
@@ -120,8 +85,11 @@ def keep_files(folder: Path, spec: Spec, arms: Sequence[PlannedArm]) -> str | No
     return claims_hash
 
 
-def _check_claims(spec: Spec, path: Path, arms: Sequence[PlannedArm]) -> None:
+def check_claims(spec: Spec, arms: Sequence[PlannedArm]) -> None:
     """Refuse claims about arms, axes or methods that the grid does not have."""
+    path = spec.claims
+    if path is None:
+        return
     # Import here: this module is slow to import, and most sweeps have no claims.
     from fl_lightning.lab.report.claims import read_claims
 
@@ -214,8 +182,3 @@ def why_failed(run: PlannedRun) -> str:
         return ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:500] if lines else ""
-
-
-def bytes_of_rows(folder: Path) -> int:
-    """Return how many bytes the clients' rows of all runs in a sweep's folder take on disk."""
-    return sum(path.stat().st_size for path in folder.rglob("state/rows-*.safetensors"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import multiprocessing
 import os
 import signal
@@ -15,7 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.compose import parse_yaml, prepare
@@ -24,11 +23,7 @@ from fl_lightning.lab.sweep.sweep_folder import make
 from fl_lightning.machine.escaping import plain_lines
 from fl_lightning.metrics import read_record
 
-if TYPE_CHECKING:
-    from fl_lightning.lab.cli.cli import CommandCLI
-
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# A fork server would not inherit the sweep's lock, which is released when the last worker ends.
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -54,13 +49,6 @@ def warm() -> None:
     import torch.utils.tensorboard  # noqa: F401
 
     import fl_lightning.lab.cli.lightning_commands  # noqa: F401
-
-    gc.collect()
-    # Exclude these objects from garbage collection in the workers, so that memory pages stay
-    # shared.
-    gc.freeze()
-    # Collect them at the end: bindings print a warning for objects that are left.
-    atexit.register(gc.unfreeze)
 
 
 def usable_cores() -> list[int]:
@@ -165,31 +153,14 @@ def configurations(runs: Sequence[PlannedRun], at_once: int) -> list[dict[str, A
 def _build(run: PlannedRun) -> dict[str, Any] | str:
     """Return the configuration of a run, or the error that prevents building it."""
     try:
-        config = parse_yaml(_built(run).config_text())
+        from fl_lightning.lab.cli.cli import CommandCLI
+
+        config = parse_yaml(CommandCLI("fit", prepare("fit", _to_build(run))).config_text())
     except UserError as error:
         return str(error)
     except Exception:
         return traceback.format_exc().strip().split("\n")[-1]
     return dict(config)
-
-
-def may_tell_modes(runs: Sequence[PlannedRun]) -> bool:
-    """Return whether a learner of these runs has a torchmetrics metric that gives its better
-    direction.
-    """
-    return any(_answers(_tells_mode, runs))
-
-
-def _tells_mode(run: PlannedRun) -> bool:
-    from fl_lightning.aggregation.metric_states import tells_mode
-
-    return tells_mode(_built(run).model.learner)
-
-
-def _built(run: PlannedRun) -> CommandCLI:
-    from fl_lightning.lab.cli.cli import CommandCLI
-
-    return CommandCLI("fit", prepare("fit", _to_build(run)))
 
 
 def _to_build(run: PlannedRun) -> list[str]:

@@ -1,0 +1,1 @@
+"""Methods without a server: clients mix models with their neighbours on a graph."""

@@ -1,1 +1,0 @@
-"""What tells about a split: hash, table, picture and measures."""
