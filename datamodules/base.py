@@ -430,12 +430,6 @@ class FederatedDataModule(Given, pl.LightningDataModule):
             self.client_sizes(), self._mine.batch_size, self._mine.drop_last, steps, clients
         )
 
-    def told_of_batch(self, client: int, samples: int) -> tuple[str, str]:
-        """Return two texts: why a client has a batch of so few samples, and how to avoid it."""
-        return batch_sizes.told_of_batch(
-            self.client_sizes(), self._mine.batch_size, self._mine.drop_last, client, samples
-        )
-
     def order(self, client: int, round: int, epoch: int) -> Indices:
         """Return positions into ``client_indices(client)`` in an epoch's order, in that round."""
         return self._order(client, round, epoch, self.client_indices(client))

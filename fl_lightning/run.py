@@ -19,11 +19,12 @@ from fl_lightning.checkpoint import CheckpointFolder, Identity, SavedRun
 from fl_lightning.checks import assignments, refusals
 from fl_lightning.checks.notes import beyond_memory
 from fl_lightning.client import run_optimizers
+from fl_lightning.client.forward_pass import in_full_precision
 from fl_lightning.client.local_step import LocalTraining
 from fl_lightning.client.run_optimizers import RunOptimizers
 from fl_lightning.engines.choice import choose
 from fl_lightning.engines.engine import Engine
-from fl_lightning.engines.engine_context import EngineContext, engine_context_of, in_full_precision
+from fl_lightning.engines.engine_context import EngineContext, engine_context_of
 from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.engines.registry import NOT_CAPTURED
 from fl_lightning.errors import UserError
@@ -39,7 +40,7 @@ from fl_lightning.machine.escaping import plain
 from fl_lightning.machine.lightning import is_foreign, rank_zero_warn
 from fl_lightning.machine.processes import cores_of_each, limit_threads
 from fl_lightning.machine.random_state import RandomState, random_state_kept
-from fl_lightning.record.description import Reporter
+from fl_lightning.record.reporter import Reporter
 from fl_lightning.round.base_weights import BaseWeights
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Evaluate

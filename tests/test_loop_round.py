@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning.callback import ClientState, FederatedCallback, ServerState
+from fl_lightning.callback import ClientState, FederatedCallback, Scratch, ServerState
 from fl_lightning.callbacks import (
     CommunicationLogger,
     ControlVariates,
@@ -214,3 +214,25 @@ def test_a_state_may_start_from_the_first_model_in_any_round() -> None:
     start = module.global_vector.detach().clone()
     trainer(3, [First()]).fit(module, sized())
     assert met == [True] * 3
+
+
+class Keeping(FederatedCallback):
+    """Reads a state, changes another in place, and has scratch."""
+
+    read = ClientState(synchronised=False, shape=())
+    in_place = ClientState(synchronised=False, shape=())
+    scratch = Scratch(shape=())
+
+    def on_local_end(self, clients: Any) -> None:
+        self.in_place[clients].add_(1 + self.read[clients])
+        self.scratch[clients] += 1
+        clients.log("scratch", self.scratch[clients])
+
+
+def test_rows_that_were_written_are_kept_and_scratch_is_not() -> None:
+    module, run = federated(participation="all"), trainer(2, [Keeping()])
+    run.fit(module, sized())
+    rows = client_rows(module)
+    assert {name for name, _ in rows} == {"Keeping.in_place"}
+    assert [int(row) for row in rows.values()] == [2] * 5
+    assert float(run.callback_metrics["scratch"]) == 1

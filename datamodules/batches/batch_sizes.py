@@ -60,38 +60,6 @@ def smallest_batch(
     return int(met[found]), found if clients is None else int(clients[found])
 
 
-def told_of_batch(
-    sizes: NDArray[np.int64], size: int | None, drop_last: bool, client: int, samples: int
-) -> tuple[str, str]:
-    """Return as text why a client has a batch of so few samples, and how to avoid such a batch.
-
-    >>> why, ways = told_of_batch(np.array([8, 9, 12]), 4, False, 1, 1)
-    >>> why
-    'client 1 has 9 samples, of which batch_size=4 leaves 1 for the last batch'
-    >>> ways
-    'drop_last=True, which leaves such batches out; batch_size=5, with which the smallest has 2'
-    """
-    own = int(sizes[client])
-    ways = []
-    has = f"client {client} has {own} sample{'' if own == 1 else 's'}"
-    if size is not None and own > size and samples < size:
-        why = f"{has}, of which batch_size={size} leaves {samples} for the last batch"
-    elif own == samples:
-        why = f"{has} in all (batch_size={size})"
-    else:
-        why = f"{has}, of which batch_size={size} takes {samples} at a time"
-    if not drop_last and size is not None and smallest_batch(sizes, size, True, None)[0] > samples:
-        ways.append("drop_last=True, which leaves such batches out")
-    if own == samples:
-        ways.append("clients that have more samples, by another partition or fewer clients")
-    for other in range(size + 1, 2 * size + 1) if size is not None and own > samples else ():
-        least = smallest_batch(sizes, other, drop_last, None)[0]
-        if least > samples:
-            ways.append(f"batch_size={other}, with which the smallest has {least}")
-            break
-    return why, "; ".join(ways or ["another batch_size"])
-
-
 def drawn_by_weight(
     weights: NDArray[np.float64], draw: np.random.Generator, client: int
 ) -> NDArray[np.int64]:

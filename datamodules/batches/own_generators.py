@@ -32,7 +32,7 @@ PLAIN = (
 )
 LOOKED_THROUGH = 1000  # number of objects that are searched for generators
 ITEMS = 20  # of a container
-ONE_AT_A_TIME = threading.RLock()  # clients train on threads and share the dataset
+ONE_READER = threading.RLock()  # clients train on threads and share the dataset
 
 
 def generators_of(*roots: Any) -> list[tuple[str, Any]]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.errors import UserError
 
 # A label of at least this size is not the number of a class: tables would have a column for each
 # smaller number.
@@ -107,12 +107,11 @@ def label_that_differs(batch: Any, label: int) -> float | None:
 DEPTH = 20  # wrappers around wrappers
 
 
-def check_classes(named: Iterable[tuple[str, Any]], option: str = "") -> tuple[str, ...]:
+def check_classes(named: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
     """Refuse data sets in which a label means different classes.
 
     Args:
         named: each data set with its name in an error.
-        option: the argument that numbers the classes by name, if there is one.
 
     Returns:
         The names of the classes, in the order of their labels; empty if they are unknown.
@@ -122,95 +121,24 @@ def check_classes(named: Iterable[tuple[str, Any]], option: str = "") -> tuple[s
     """
     first = ""
     known: tuple[str, ...] = ()
-    give = (
-        f"Give {option}=[…] with all names, by which labels are numbered. Or give"
-        if option
-        else "Give"
-    )
     for place, dataset in named:
         for classes in classes_of(dataset):
             shared = min(len(classes), len(known))
             if classes[:shared] != known[:shared]:
                 raise UserError(
                     f"{place} has the classes {listed(classes)}, and {first} has {listed(known)}, "
-                    f"so one label would mean different classes. {give} all data sets the "
+                    f"so one label would mean different classes. Give all data sets the "
                     "same classes in the same order: ImageFolder reads them from the names of its "
                     "folders, so make an empty folder for a class without images (ImageFolder(…, "
-                    "allow_empty=True)). If a wrapper of yours gives the samples other labels, "
-                    "give it an attribute classes with their names."
+                    "allow_empty=True)), or give FromFolders the folder of all clients' folders. "
+                    "If a wrapper of yours gives the samples other labels, give it an attribute "
+                    "classes with their names."
                 )
             # Two lists of labels agree if one is the beginning of the other.
             if len(classes) > len(known):
                 first = place
                 known = classes
     return known
-
-
-def relabelled(place: str, dataset: Any, classes: Sequence[str]) -> Any:
-    """Return a data set whose labels are the places of its classes' names in ``classes``.
-
-    Args:
-        place: the name of the data set in an error.
-
-    Raises:
-        UserError: the data set does not name its classes, or one of them is not in ``classes``.
-    """
-    if isinstance(dataset, ConcatDataset):
-        return ConcatDataset([relabelled(place, part, classes) for part in dataset.datasets])
-    found = list(dict.fromkeys(classes_of(dataset)))
-    if not found and len(dataset) == 0:
-        return dataset
-    if len(found) != 1:
-        what = "has several lists of names of classes" if found else "does not name its classes"
-        raise UserError(
-            f"{place} {what}, and classes={listed(tuple(classes))} numbers labels by name. Give "
-            "the data set an attribute classes, the list of its classes' names in the order of its "
-            "labels, or leave classes out if all data sets number their classes in the same order."
-        )
-    (names,) = found
-    if tuple(names) == tuple(classes):
-        return dataset
-    places = {name: number for number, name in enumerate(classes)}
-    unknown = [name for name in names if name not in places]
-    if unknown:
-        raise UserError(
-            f"{place} has the class {unknown[0]!r}, which is not in classes: "
-            f"{listed(tuple(classes))}.{suggest(unknown[0], list(classes))} Add it to classes, or "
-            "leave its samples out of the data set."
-        )
-    return Relabelled(place, dataset, np.array([places[name] for name in names]), tuple(classes))
-
-
-class Relabelled(Dataset[Any]):
-    """A data set of pairs ``(x, label)`` with other labels.
-
-    Args:
-        labels: the new label of each old one ``(C,)``.
-        classes: the names of the new labels.
-    """
-
-    def __init__(
-        self, place: str, dataset: Any, labels: NDArray[np.int64], classes: tuple[str, ...]
-    ) -> None:
-        self.place = place
-        self.dataset = dataset
-        self.labels_of = labels
-        self.classes = classes
-        old = find_targets(dataset)
-        self.targets = None if old is None else labels[np.asarray(old)]
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, i: int) -> Any:
-        sample = self.dataset[i]
-        if not isinstance(sample, tuple | list) or len(sample) != 2:
-            raise UserError(
-                f"{self.place}: the option classes numbers the labels by their names. For this "
-                f"each sample must be a pair (x, label), but sample {i}, of type "
-                f"{type(sample).__name__}, is not. Number the labels in the data set itself."
-            )
-        return sample[0], int(self.labels_of[int(sample[1])])
 
 
 def classes_of(dataset: Any, depth: int = 0) -> Iterator[tuple[str, ...]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, Subset, default_collate
 
-from fl_lightning.datamodules.batches.own_generators import ONE_AT_A_TIME, generators_of, seed_all
+from fl_lightning.datamodules.batches.own_generators import ONE_READER, generators_of, seed_all
 from fl_lightning.datamodules.batches.read_ahead import AheadReader, Reading, Workers
 from fl_lightning.datamodules.batches.sample_labels import (
     classes_in,
@@ -293,7 +293,7 @@ class DatasetSamples:
         """Return a batch, for which the dataset's own generators follow the seed."""
         # Until the search is done, only one reader reads at a time: a second one would draw from a
         # generator that the first has just created.
-        with nullcontext() if self._looked else ONE_AT_A_TIME:
+        with nullcontext() if self._looked else ONE_READER:
             if not self._looked:
                 # A dataset may create its generators when it is first read, so search after that.
                 # If the search raises, it is not marked as done.
@@ -305,7 +305,7 @@ class DatasetSamples:
         if not self._generators:
             return self.read(index)
         # All readers share the generators, so only one reads at a time.
-        with ONE_AT_A_TIME:
+        with ONE_READER:
             seed_all(self._generators, seed())
             return self.read(index)
 

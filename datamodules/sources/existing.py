@@ -25,9 +25,8 @@ from torch.utils.data import (
 from fl_lightning.accepted import NonNegativeInt, PositiveInt
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.batches.read_ahead import Workers, check_workers, own_generator
-from fl_lightning.datamodules.batches.sample_labels import check_classes, relabelled
+from fl_lightning.datamodules.batches.sample_labels import check_classes
 from fl_lightning.datamodules.batches.samples import DatasetSamples
-from fl_lightning.datamodules.formats.tables import give_one, refuse_twice
 from fl_lightning.datamodules.loaders import overridden, say
 from fl_lightning.datamodules.partitions.client_tests import OwnTests, check_test_clients
 from fl_lightning.datamodules.partitions.split import by_name
@@ -172,10 +171,7 @@ class FromDatasets(FederatedDataModule):
             dataset's attribute ``targets`` or ``labels``.
         clients: one Dataset per client, if the data are split already; give it instead of
             ``train``. ``{name: Dataset}`` names the clients. If data sets have ``classes``, as
-            ImageFolder has, all of them need the same names in the same order, unless you give the
-            argument ``classes``.
-        classes: names of all classes, in the order of their numbers. Each data set's labels are
-            then numbered by its own names; samples have to be pairs (x, label).
+            ImageFolder has, all of them need the same names in the same order.
         collate: turns a list of samples into a batch; None: torch's ``default_collate``.
         num_workers: processes that read ahead (0: none). The bits are the same for any number above
             0, and also for 0 if the datasets draw no random numbers. With processes the draws
@@ -198,7 +194,6 @@ class FromDatasets(FederatedDataModule):
         test_clients: (
             Sequence[Dataset] | Mapping[str, Dataset] | None  # type: ignore[type-arg]
         ) = None,
-        classes: Sequence[str] | None = None,
         **arguments: Any,
     ) -> None:
         if (train is None) == (clients is None):
@@ -206,7 +201,6 @@ class FromDatasets(FederatedDataModule):
                 "FromDatasets needs train, or clients (a list of one Dataset per client): give one "
                 "of the two."
             )
-        give_one({"classes": classes, "targets": targets})
         names, clients, test_clients = by_name(clients, test_clients)
         given: dict[Place, Any] = {("train", 0): train, ("val", 0): val, ("test", 0): test}
         many: Any
@@ -215,7 +209,7 @@ class FromDatasets(FederatedDataModule):
         sets = {key: one for key, one in given.items() if one is not None}
         for dataset in sets.values():
             check_workers(num_workers, dataset)
-        sets, self.class_names = _numbered(sets, names, classes)
+        self.class_names = _class_names(sets, names)
         own: Any = None
         if clients is not None:
             train, own = _joined([one for (name, _), one in sets.items() if name == "clients"])
@@ -266,24 +260,14 @@ MISSING = object()
 Place = tuple[str, int]
 
 
-def _numbered(
-    sets: dict[Place, Any], names: Sequence[str], classes: Sequence[str] | None
-) -> tuple[dict[Place, Any], Sequence[str]]:
-    """Check that one label means one class in all data sets.
-
-    Returns:
-        The data sets, numbered by ``classes`` if they are given; and the names of the classes, in
-        the order of their labels.
-    """
+def _class_names(sets: dict[Place, Any], names: Sequence[str]) -> Sequence[str]:
+    """Return the classes in the order of their labels, and check that all data sets agree on it."""
     places = {}
     for argument, i in sets:
         who = f": client {repr(names[i]) if names else i}" if "clients" in argument else ""
         places[argument, i] = f"FromDatasets' {argument}{who}"
         check_map_style(sets[argument, i], places[argument, i])
-    refuse_twice("FromDatasets' classes", classes or ())
-    if classes is None:
-        return sets, check_classes([(places[key], sets[key]) for key in sets], "classes")
-    return {key: relabelled(places[key], sets[key], classes) for key in sets}, list(classes)
+    return check_classes([(places[key], sets[key]) for key in sets])
 
 
 def _joined(datasets: list[Any]) -> tuple[Dataset[Any] | None, list[Any]]:

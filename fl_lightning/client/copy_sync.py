@@ -12,12 +12,17 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from fl_lightning.learner.attributes import PLAIN, SKIPPED, Contents
-from fl_lightning.learner.modules import IN_STEPS, lightning_modules, recorders, without_graphs
+from fl_lightning.learner.modules import (
+    REPLACED_IN_STEPS,
+    lightning_modules,
+    recorders,
+    without_graphs,
+)
 
 PLAIN_TYPES = (*PLAIN, torch.device, torch.dtype)
 # Comparing a large object, such as a data set, in each round would take long.
 LARGE_BYTES = 2**20
-NOT_DATA = (*IN_STEPS, "_modules", "_parameters", "_buffers")
+NOT_DATA = (*REPLACED_IN_STEPS, "_modules", "_parameters", "_buffers")
 METRICS = (Metric, MetricCollection)
 
 

@@ -22,7 +22,7 @@ from fl_lightning.errors import UserError, WrongKind
 from fl_lightning.learner.buffers import buffer_slots
 from fl_lightning.learner.layout import Layout, check_trainable, fill, tie, trainable
 from fl_lightning.learner.modules import (
-    IN_STEPS,
+    REPLACED_IN_STEPS,
     called_with,
     check_loggable,
     deep_copied,
@@ -150,7 +150,7 @@ class FlatLearner:
         memo |= {id(trainer): trainer for trainer in trainers}
         memo |= lent_logs(learner)
         for part in lightning_modules(learner):
-            shims = [vars(part)[name] for name in IN_STEPS if name in vars(part)]
+            shims = [vars(part)[name] for name in REPLACED_IN_STEPS if name in vars(part)]
             memo |= {id(shim): shim for shim in shims}
         copied = deep_copied(learner, memo)
         another = FlatLearner(
@@ -181,16 +181,16 @@ class FlatLearner:
         # Hooks may have added metrics, as a MetricTracker does.
         self._find_metrics()
         tie(self.parameters, self._views)
-        shims = (
-            self._log,
-            self._log_dict,
-            self._optimizers,
-            lambda: self.scheduler,
-            self.present.loader,
-        )
+        shims = {
+            "log": self._log,
+            "log_dict": self._log_dict,
+            "optimizers": self._optimizers,
+            "lr_schedulers": lambda: self.scheduler,
+            "train_dataloader": self.present.loader,
+        }
         self._parts = lightning_modules(self.learner)
         for part in self._parts:
-            for name, shim in zip(IN_STEPS, shims, strict=True):
+            for name, shim in shims.items():
                 object.__setattr__(part, name, shim)
 
     def begin(self, data: Any, who: Callable[[], int] = nobody, steps: int | None = None) -> None:
@@ -302,7 +302,7 @@ class FlatLearner:
         Its metrics are then as they were, so that those of its validation go on over rounds.
         """
         check_trainable(self.learner, self.layout)
-        names = ("_trainer", *IN_STEPS)
+        names = ("_trainer", *REPLACED_IN_STEPS)
         own_attributes = []
         for part in lightning_modules(self.learner):
             own_attributes.append((part, {n: vars(part)[n] for n in names if n in vars(part)}))
@@ -314,7 +314,7 @@ class FlatLearner:
                 # An attribute that the module did not have before is deleted: it would hide the
                 # class's.
                 for part, attributes in own_attributes:
-                    for name in IN_STEPS:
+                    for name in REPLACED_IN_STEPS:
                         part.__dict__.pop(name, None)
                     part.__dict__.update(attributes)
                 tie(self.parameters, self.layout.views(rest))

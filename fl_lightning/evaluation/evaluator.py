@@ -25,8 +25,8 @@ from fl_lightning.aggregation.over_processes import TreeSum, sum_over_processes,
 from fl_lightning.client import batch_callbacks
 from fl_lightning.client.client_trainer import add_error_note
 from fl_lightning.client.flat_learner import Convert, FlatLearner
+from fl_lightning.client.forward_pass import conversion, forward_context
 from fl_lightning.client.step_hooks import dense, differentiated
-from fl_lightning.engines.engine_context import conversion, forward_context
 from fl_lightning.evaluation.validated_model import evaluated
 from fl_lightning.evaluation.validation import BEFORE, ValidationEpoch, hooks_of
 from fl_lightning.learner.attributes import Attributes

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.evaluation.evaluator import Evaluator
-from fl_lightning.learner.modules import IN_STEPS, lightning_modules, overrides
+from fl_lightning.learner.modules import REPLACED_IN_STEPS, lightning_modules, overrides
 from fl_lightning.metrics import without_prefix
 from fl_lightning.round.client_group import ClientGroup
 from fl_lightning.round.context import Round
@@ -94,7 +94,7 @@ def _shims_put_aside(learner: Any) -> Iterator[None]:
     """Within this context the learner can be copied, because the engine's shims are removed."""
     put_aside: list[tuple[Any, dict[str, Any]]] = []
     for part in lightning_modules(learner):
-        names = [name for name in IN_STEPS if name in vars(part)]
+        names = [name for name in REPLACED_IN_STEPS if name in vars(part)]
         put_aside.append((part, {name: vars(part).pop(name) for name in names}))
     try:
         yield

@@ -13,8 +13,9 @@ from fl_lightning.aggregation.update_accumulator import AT_SITES, FINISHED
 from fl_lightning.callback_list import CallbackList, checked_rows
 from fl_lightning.checkpoint import federated_part
 from fl_lightning.client.client_trainer import ClientTrainer
+from fl_lightning.client.forward_pass import in_full_precision
 from fl_lightning.client.local_step import LocalTraining
-from fl_lightning.engines.engine_context import LearnerCopies, engine_context_of, in_full_precision
+from fl_lightning.engines.engine_context import LearnerCopies, engine_context_of
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.in_round import ClientEvaluation

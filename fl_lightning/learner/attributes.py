@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from fl_lightning.learner.modules import IN_STEPS
+from fl_lightning.learner.modules import REPLACED_IN_STEPS
 from fl_lightning.machine.lightning import pl
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
-SKIPPED = ("_parameters", "_buffers", "_trainer", "_fabric", "training", *IN_STEPS)
+SKIPPED = ("_parameters", "_buffers", "_trainer", "_fabric", "training", *REPLACED_IN_STEPS)
 # Objects of these packages belong to the run: do not look inside them.
 OF_THE_RUN = {"fl_lightning", "lightning", "lightning_fabric", "pytorch_lightning"}
 # Classes and functions of these packages hold nothing that belongs to a learner.

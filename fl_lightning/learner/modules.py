@@ -19,7 +19,7 @@ from fl_lightning.metrics import Logged
 # A run replaces these methods on the learner, and on LightningModules inside it.
 SHIMS = ("log", "log_dict", "optimizers", "lr_schedulers")
 # These are replaced in a client's local steps.
-IN_STEPS = (*SHIMS, "train_dataloader")
+REPLACED_IN_STEPS = (*SHIMS, "train_dataloader")
 # A learner transfers its batches with these hooks, called in this order.
 TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 

@@ -1,10 +1,9 @@
-"""A run's description: one line, hyper-parameters, and the metrics of its rounds for loggers."""
+"""A run's description: one line, and hyper-parameters for loggers."""
 
 from __future__ import annotations
 
 import platform
 import re
-import time
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -199,47 +198,3 @@ def version_of(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-class Reporter:
-    """Passes the rounds' metrics of a fit to the Trainer's loggers and callbacks."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self._validation_began = 0.0
-        self._logged = False  # whether this fit has logged a round
-
-    def begin(self, run: Any) -> None:
-        """Give loggers the run's settings and first round, before this fit's first round."""
-        # Make a logger drop later rounds before it gets new values.
-        for logger in self.trainer.loggers:
-            if hasattr(logger, "resume"):
-                logger.resume(run.state.rounds)
-        log_to(self.trainer.loggers, settings(run, self.trainer) | facts(run, self.trainer))
-
-    def log(self, metrics: dict[str, float], t: int) -> None:
-        """Log metrics of round t to every logger, and where monitoring callbacks find them."""
-        if not self._logged:
-            self._call("on_later_rounds_dropped")
-            self._logged = True
-        self.trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
-        for logger in self.trainer.loggers:
-            logger.log_metrics(metrics, step=t)
-
-    def client_ended(self, done: int, of: int) -> None:
-        self._call("on_client_end", done, of)
-
-    def _call(self, hook: str, *arguments: int) -> None:
-        for callback in self.trainer.callbacks:
-            if hasattr(callback, hook):
-                getattr(callback, hook)(self.trainer, self.trainer.lightning_module, *arguments)
-
-    def validation_starts(self) -> None:
-        self._validation_began = time.perf_counter()
-
-    def validation_ends(self, trainer: Any) -> None:
-        """Log how long validation took, if it belongs to this fit."""
-        of_fit = trainer is self.trainer and trainer.state.fn == "fit"
-        if of_fit and not trainer.sanity_checking:
-            seconds = time.perf_counter() - self._validation_began
-            self.log({"time/validation": seconds}, self.trainer.current_epoch)

@@ -17,7 +17,7 @@ from fl_lightning.errors import UserError
 from fl_lightning.learner.buffers import buffer_values
 from fl_lightning.learner.layout import Layout, flatten, tie, trainable
 from fl_lightning.learner.modules import (
-    IN_STEPS,
+    REPLACED_IN_STEPS,
     deep_copied,
     lent_logs,
     lightning_modules,
@@ -273,10 +273,10 @@ class GlobalModel:
         lent = lent_logs(self.learner)
         learner = deep_copied(self.learner, {**trainers, **lent})
         for part in learner.modules() if lent else ():
-            for name in [n for n in IN_STEPS if id(vars(part).get(n)) in lent]:
+            for name in [n for n in REPLACED_IN_STEPS if id(vars(part).get(n)) in lent]:
                 del part.__dict__[name]
         for part in lightning_modules(learner):
-            for name in IN_STEPS:
+            for name in REPLACED_IN_STEPS:
                 part.__dict__.pop(name, None)
         return learner
 

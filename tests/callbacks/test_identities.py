@@ -6,7 +6,6 @@ Partial participation, clients of unequal size, decaying rate, weight decay, cli
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,7 @@ from fl_lightning.lab.contracts.federation import Learner, quiet
 from fl_lightning.lab.contracts.federation import fit as tiny
 from fl_lightning.systems import Buffered, Constant, Devices
 from tests.engines.test_every_method import config
-from tests.helpers.federation import BATCH, Network, Run, fit, network, quadratics, samples
-from tests.oracles.cases import quadratics as quadratic_problem
+from tests.helpers.federation import BATCH, Network, Run, fit, network, samples
 from tests.oracles.oracle import TwoLayer
 from tests.oracles.problems import Vector
 
@@ -82,47 +80,6 @@ def test_fedlesam_s_and_d_are_compositions() -> None:
         packaged, options = config(f"method/fedlesam_{name}")
         given = {key: value for key, value in options.items() if value is not None}
         same(run(*packaged, **given), run(beside, c.LocallyEstimatedPerturbation(0.1)), 1e-12)
-
-
-def test_fedspeed_as_its_authors_code_has_it_is_feddyn_and_fedsam() -> None:
-    ours = run(c.MixedAscent(0.1, 1.0, 0.05))
-    theirs = run(c.DynamicRegularization(0.1), c.SharpnessAwareMinimization(0.05))
-    same(ours, theirs, 1e-12)
-    for t, rows in enumerate(theirs.record.rows):
-        for i, row in rows["DynamicRegularization.lambda_i"].items():
-            assert np.abs(ours.record.rows[t]["MixedAscent.dual"][i] - row).max() <= 1e-12
-    assert gradients(ours) == gradients(theirs)
-
-
-def test_fedspeed_as_printed_is_the_same_where_everybody_takes_part() -> None:
-    full, printed = {"participation": "all"}, {"aggregate": "participants"}
-    ours, code = (run(c.MixedAscent(0.1, 0.75, **kind), **full) for kind in (printed, {}))
-    same(ours, code, 1e-12)
-    apart = np.abs(
-        run(c.MixedAscent(0.1, **printed)).record.w[0] - run(c.MixedAscent()).record.w[0]
-    )
-    assert apart.max() > 1e-3, "in round 0 twice the mean, or 1 + n/m times"
-
-
-def test_scaffnew_reaches_the_optimum_and_fedavg_does_not() -> None:
-    problem = quadratic_problem()
-    methods, options = [c.RandomSkips(0.25)], {"lr": 0.3, "participation": "all"}
-    ours = quadratics(problem, np.ones(4), methods, 120, **options)
-    fedavg = quadratics(problem, np.ones(4), [], 60, local_steps=4, **options)
-    optimum = problem.optimum()
-    assert np.abs(ours.record.w[-1] - optimum).max() < 1e-6
-    assert np.abs(fedavg.record.w[-1] - optimum).max() > 1e-3
-
-
-def test_fedexp_of_one_client_is_fedavg() -> None:
-    """n = 1: the ratio is a half, so the rate is 1, and w is FedAvg's to the bit."""
-    one = {"participation": 1}
-    ours, fedavg = run(c.ExtrapolatedStep(1e-3), **one), run(**one)
-    same(ours, fedavg, evaluated=False)
-    w = [ours.start, *ours.record.w]
-    means = [w[1], *((new + old) / 2 for old, new in pairwise(w[1:]))]
-    assert all((a == b).all() for a, b in zip(ours.record.evaluated, means, strict=True))
-    same(run(c.ExtrapolatedStep(float("inf"), average=False)), run())
 
 
 def feddc(of: Run, alpha: float) -> list[Vector]:
@@ -194,19 +151,6 @@ def test_dilocos_first_step_goes_nearly_twice_as_far_as_its_rate() -> None:
     ours = fitted(adamw, 1, server_optimizer=nesterov, **options)
     moved = mean.record.w[0] - mean.start
     near(ours.record.w[0], ours.start + 0.7 * 1.9 * moved, "w")
-
-
-@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
-def test_fresh_moments_are_torchs_adamw(weight_decay: float) -> None:
-    given = {"lr_decay": 0.9, "clip_norm": 0.9, "local_epochs": 1.5}
-    data = {"lr": 0.02, "weight_decay": weight_decay}
-    ours = network([c.AdamDirection()], 4, **data, **given)
-
-    def adamw(parameters: Any) -> Any:
-        return torch.optim.AdamW(parameters, lr=0.02, weight_decay=weight_decay)
-
-    theirs = fitted(adamw, 4, **given)
-    near(ours.record.w[-1], theirs.record.w[-1], "w")
 
 
 def fitted(optimizer: Any, rounds: int, **options: Any) -> Run:
@@ -298,34 +242,6 @@ def test_the_mean_over_all_clients_is_scaled_before_others_add_to_it(other: Any)
     assert torch.equal(run(other(), muon()), run(muon(), other()))
 
 
-def alike(ours: Any, theirs: Any, tolerance: float = 0.0) -> bool:
-    pairs = zip(ours.record.w, theirs.record.w, strict=True)
-    return max(np.abs(one - other).max() for one, other in pairs) <= tolerance
-
-
-def test_moon_in_every_clients_first_round_is_fedavg() -> None:
-    """Until a client comes for the second time, whenever it came first; then it no longer is."""
-    alone = {"participation": 1, "local_epochs": 3}
-    ours, average = network([c.ModelContrast(5.0)], 7, **alone), network([], 7, **alone)
-    seen: set[int] = set()
-    for t, cohort in enumerate(ours.schedule.rounds):
-        away = np.abs(ours.record.w[t] - average.record.w[t]).max()
-        if seen & set(cohort):
-            assert away > 1e-4
-            break
-        assert away < 1e-12
-        seen |= set(cohort)
-    assert len(seen) > 2 and t == len(seen)
-
-
-def test_fedntd_with_one_step_is_fedavg_but_not_from_another_start() -> None:
-    one = {"local_steps": 1}
-    strong = c.NotTrueDistillation(10.0, 2.0)
-    assert alike(network([strong], 4, **one), network([], 4, **one), 1e-12)
-    relaxed = [c.RelaxedInitialization(0.5)]
-    assert not alike(network([strong, *relaxed], 4, **one), network(relaxed, 4, **one), 1e-6)
-
-
 def classes(labels: list[int], number: int, **given: Any) -> Callable[..., Any]:
     """A network with so many outputs, on two clients that have these labels each."""
     x = torch.from_numpy(np.random.default_rng(1).normal(size=(2 * len(labels), 3)))
@@ -346,20 +262,6 @@ def classes(labels: list[int], number: int, **given: Any) -> Callable[..., Any]:
         return fit(learner, data, methods, 4, participation=2, local_epochs=3, **rate, **given)
 
     return run
-
-
-def test_fedntd_of_two_classes_is_fedavg() -> None:
-    run = classes([0, 1, 1, 0, 1], 2)
-    assert alike(run(c.NotTrueDistillation(10.0, 0.5)), run(), 1e-12)
-    run = classes([0, 1, 2, 0, 1], 3)
-    assert not alike(run(c.NotTrueDistillation(10.0, 0.5)), run(), 1e-3)
-
-
-def test_fedlc_of_balanced_classes_is_fedavg() -> None:
-    run = classes([0, 1, 2, 2, 1, 0], 3)
-    assert alike(run(c.LogitCalibration(3.0)), run(), 1e-12)
-    run = classes([0, 1, 2, 2, 2, 2], 3)
-    assert not alike(run(c.LogitCalibration(3.0)), run(), 1e-3)
 
 
 @pytest.mark.parametrize("exclude_true", [False, True])

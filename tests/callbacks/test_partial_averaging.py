@@ -12,7 +12,7 @@ from torch import nn
 
 from fl_lightning import UserError
 from fl_lightning import callbacks as c
-from fl_lightning.callback import RunFacts
+from fl_lightning.callback import FederatedCallback, RunFacts
 from fl_lightning.callback_list import CallbackList
 from fl_lightning.learner.layout import Layout, layers_of
 from fl_lightning.models import ResNet20
@@ -184,3 +184,14 @@ def test_a_module_that_trained_resumes_as_a_fresh_one(tmp_path: Path) -> None:
     assert torch.load(start, weights_only=False)[KEY]["w"] is None
     fresh = run(federated(), 4, start)
     assert torch.equal(run(module, 4, start), fresh)
+
+
+@pytest.mark.parametrize("second", ["the same", "of another shape"])
+def test_parts_of_a_method_are_disjoint_masks(second: str) -> None:
+    class Wrong(FederatedCallback):
+        def parts(self, layout: Any) -> Any:
+            whole = torch.ones(layout.size, dtype=torch.bool)
+            return [(whole, 2), (whole if second == "the same" else whole[:2], 3)]
+
+    with pytest.raises(UserError, match="no coordinate lies in two of them"):
+        trainer(1, [Wrong()]).fit(federated(), blobs())

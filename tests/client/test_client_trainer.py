@@ -19,7 +19,6 @@ from tests.helpers.learners import (
     InPlace,
     Lit,
     blobs,
-    client_rows,
     federated,
     trainer,
 )
@@ -60,34 +59,22 @@ class FullGradient(FederatedCallback):
         clients.full_gradient(2 * clients.x)
 
 
-def test_the_full_gradient_is_that_of_all_samples_with_weight_decay() -> None:
-    data, module = blobs(clients=2, per_client=22), federated(**ALONE)
-    start = {name: value.clone() for name, value in module.learner.state_dict().items()}
-    trainer(1, [FullGradient()]).fit(module, data)
-    rows, learner = client_rows(module), Lit().double()
-    learner.load_state_dict({name: value / 2 for name, value in start.items()})
-    for client in range(2):
-        x, y = data._given_sets["train"]
-        mine = data.client_indices(client)
-        loss = torch.nn.functional.cross_entropy(learner.net(x[mine]), y[mine])
-        gradients = torch.autograd.grad(loss, list(learner.parameters()))
-        expected = torch.cat(
-            [(g + 1e-3 * p).flatten() for g, p in zip(gradients, learner.parameters(), strict=True)]
-        )
-        torch.testing.assert_close(rows["FullGradient.found", client], expected, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("engine", ["sequential", "concurrent"])
 @pytest.mark.parametrize("learner", [Dropping, InPlace])
 def test_a_full_gradient_leaves_the_client_as_it_was(learner: type[Lit], engine: str) -> None:
-    """Its model, its gradient, its buffers and its random numbers."""
-    found = []
+    """Its model, its gradient, its buffers and its random numbers; its gradients are counted."""
+    data = blobs(clients=3)
+    found, counted = [], []
     for methods in ([], [FullGradient()]):
         torch.manual_seed(3)
         module = federated(learner(), **{**ALONE, "engine": engine}, workers=2)
-        trainer(2, methods).fit(module, blobs(clients=3))
+        run = trainer(2, methods)
+        run.fit(module, data)
         found.append([module.global_vector.detach(), *module.learner.buffers()])
+        counted.append(float(run.callback_metrics["cost/gradients"]))
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    batches = [data.batches_per_epoch(i) for i in range(3)]
+    assert counted == [sum(batches), sum(k + (1 + k) * k for k in batches)]
 
 
 def test_each_batch_of_a_full_gradient_meets_the_clients_own_buffers() -> None:
@@ -155,30 +142,6 @@ def test_random_numbers_are_a_function_of_seed_round_client_and_purpose() -> Non
                     )
                 )
     assert found == expected
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_a_client_goes_on_with_its_own_optimizer_where_it_is_kept_and_else_begins_afresh(
-    keep: bool,
-) -> None:
-    """One client of one batch, all of whose steps are the same whoever counts the rounds."""
-
-    class Sloped(Lit):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return sum((p.sum() for p in self.parameters()), torch.zeros(()))
-
-    found = []
-    for rounds, steps in ((2, 3), (1, 6)):
-        torch.manual_seed(3)
-        module = federated(
-            Sloped(),
-            **{**ALONE, "local_steps": steps},
-            client_optimizer=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-            keep_optimizer_state=keep,
-        )
-        trainer(rounds).fit(module, blobs(clients=1))
-        found.append(module.global_vector.detach())
-    assert torch.allclose(*found, rtol=0, atol=1e-12) == keep
 
 
 def test_what_a_client_logs_before_it_fails_does_not_count_in_the_next_run() -> None:

@@ -98,59 +98,6 @@ def test_steps_are_clipped_above_the_norm_and_not_at_it(engine: str) -> None:
     assert "clipped_steps" not in logged
 
 
-class Ordered(FederatedCallback):
-    """Each hook changes the gradient in a way that shows when it came."""
-
-    def on_loss_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
-        return 2 * gradient
-
-    def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
-        return gradient + 1
-
-    def on_direction(self, clients: Any, direction: Tensor) -> Tensor:
-        return 3 * direction - 1
-
-    def on_local_step_end(self, clients: Any) -> None:
-        clients.x *= 0.5
-
-
-@pytest.mark.parametrize("engine", [*ENGINES, "stacked"])
-@pytest.mark.parametrize("optimizer", [None, momentum])
-def test_a_gradient_is_mixed_corrected_clipped_and_then_the_direction_changed(
-    engine: str, optimizer: Any
-) -> None:
-    data = blobs(clients=1)
-    arguments = {
-        "participation": "all",
-        "local_steps": 3,
-        "clip_norm": 9.0,
-        "client_optimizer": optimizer,
-    }
-    module = federated(engine=engine, **arguments)
-    learner = Lit().double()
-    learner.load_state_dict(module.learner.state_dict())
-    trainer(1, [Ordered()]).fit(module, data)
-
-    own = (optimizer or (lambda p: torch.optim.SGD(p, 0.1, weight_decay=1e-3)))(
-        learner.parameters()
-    )
-    for x, y in data.client_batches(0, 0, 3):
-        own.zero_grad()
-        torch.nn.functional.cross_entropy(learner.net(x), y).backward()
-        for p in learner.parameters():
-            assert p.grad is not None
-            p.grad = 2 * p.grad + 1
-        torch.nn.utils.clip_grad_norm_(learner.parameters(), 9.0)
-        for p in learner.parameters():
-            assert p.grad is not None
-            p.grad = 3 * p.grad - 1
-        own.step()
-        for p in learner.parameters():
-            p.data *= 0.5
-    expected = torch.cat([p.detach().flatten() for p in learner.parameters()])
-    torch.testing.assert_close(module.global_vector.detach(), expected, rtol=0, atol=1e-6)
-
-
 class Bowl(Lit):
     """½‖x‖²: the gradient is the point where it is taken."""
 
@@ -163,42 +110,6 @@ class Bowl(Lit):
         return (self.net.weight**2).sum() / 2
 
     def validation_step(self, batch: Any, batch_idx: int) -> None: ...
-
-
-class Aside(FederatedCallback):
-    def perturbation(self, clients: Any, gradient: Tensor) -> Tensor:
-        return gradient.sign() / 4
-
-
-class Halved(FederatedCallback):
-    def on_loss_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
-        return gradient / 2
-
-
-@pytest.mark.parametrize("engine", [*ENGINES, "stacked"])
-@pytest.mark.parametrize(
-    ("methods", "reached"),
-    [
-        ([], [2.0, 1.0]),
-        ([Aside], [1.875, 0.8125]),
-        ([Halved], [3.0, 2.25]),
-        ([Aside, Halved], [2.9375, 2.140625]),
-    ],
-)
-def test_a_step_goes_against_the_gradient_at_the_perturbed_point(
-    engine: str, methods: Any, reached: Any
-) -> None:
-    """At a rate of ½ from 4; 0.25 aside of 4 the gradient is 4.25; half of it is mixed."""
-    for steps, value in enumerate(reached, 1):
-        made = [method() for method in methods]
-        module, _ = run(
-            Bowl(),
-            made,
-            engine=engine,
-            local_steps=steps,
-            client_optimizer=lambda p: torch.optim.SGD(p, 0.5),
-        )
-        assert module.global_vector.tolist() == [value, value]
 
 
 class Signs(FederatedCallback):

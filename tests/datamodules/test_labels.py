@@ -263,7 +263,7 @@ def test_alike_classes_and_data_sets_without_names_are_taken(tmp_path: Path) -> 
     one = folder(tmp_path / "anna", "bird", "cat")
     other = folder(tmp_path / "ben", "bird", "cat")
     data = FromDatasets(clients=[one, Subset(other, [0, 5])], test=Around(other))
-    assert data.client_sizes().tolist() == [6, 2]
+    assert data.client_sizes().tolist() == [6, 2] and list(data.class_names) == ["bird", "cat"]
     plain = torch.utils.data.TensorDataset(torch.zeros(4, 3), torch.arange(4) % 2)
     assert FromDatasets(clients=[plain, plain]).num_clients == 2
     assert FromDatasets(clients=[one, plain]).num_clients == 2
@@ -271,43 +271,6 @@ def test_alike_classes_and_data_sets_without_names_are_taken(tmp_path: Path) -> 
     assert FromDatasets(clients=[one, third, other]).num_clients == 3
     shifted = ImageFolder(str(tmp_path / "clara"), target_transform=lambda label: 2 - label)
     assert FromDatasets(clients=[one, shifted]).num_clients == 2
-
-
-def labels_of(data: FromDatasets, client: int) -> list[int]:
-    dataset: Any = data.client_dataset(client)
-    return [int(dataset[i][1]) for i in range(len(dataset))]
-
-
-def test_labels_are_mapped_by_name_where_asked(tmp_path: Path) -> None:
-    """A folder that lacks a class numbers the others anew, and is given the run's numbers back."""
-    one = folder(tmp_path / "anna", "bird", "cat")
-    other = folder(tmp_path / "ben", "cat", "dog")
-    with pytest.raises(UserError, match=r"Give classes=\[…\] with all names"):
-        FromDatasets(clients=[one, other])
-    classes = ["dog", "cat", "bird"]
-    given: Any = {"anna": one, "ben": Subset(other, [0, 5])}
-    data = FromDatasets(
-        clients=given, test=ConcatDataset([one, other]), classes=classes, test_clients={"ben": one}
-    )
-    assert data.class_names == classes and data.num_classes == 3
-    assert labels_of(data, 0) == [2, 2, 2, 1, 1, 1] and labels_of(data, 1) == [1, 0]
-    assert data.client_label_counts(0).tolist() == [0, 3, 3]  # type: ignore[union-attr]
-    assert [len(data.client_test_indices(i)) for i in range(2)] == [0, 6]
-    (tested,) = [batch[1].tolist() for batch in data.test_dataloader()]
-    assert tested == [2, 2, 2, 1, 1, 1, 1, 1, 1, 0, 0, 0]
-
-
-def test_what_cannot_be_mapped_by_name_is_refused(tmp_path: Path) -> None:
-    one = folder(tmp_path / "anna", "bird", "cat")
-    plain = torch.utils.data.TensorDataset(torch.zeros(4, 3), torch.arange(4) % 2)
-    with pytest.raises(UserError, match=r"client 0 has the class 'bird', which is not in classes"):
-        FromDatasets(clients=[one], classes=["birds", "cat"])
-    with pytest.raises(UserError, match="client 1 does not name its classes"):
-        FromDatasets(clients=[one, plain], classes=["cat", "bird"])
-    with pytest.raises(UserError, match=r"classes names 'cat' twice"):
-        FromDatasets(clients=[one], classes=["cat", "cat"])
-    with pytest.raises(UserError, match=r"data\.targets=.* contradict each other"):
-        FromDatasets(one, targets=[0] * 6, classes=["cat", "bird"], num_clients=2)
 
 
 def test_a_data_modules_validation_set_with_other_classes_is_refused(tmp_path: Path) -> None:

@@ -1,30 +1,18 @@
-"""Parts with periods of their own.
-
-When they are averaged, and until when a client's copy of one is good.
-"""
+"""Until when a client's copy of a part is good."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 
-from fl_lightning.errors import UserError
-from tests.helpers.rounds import FIRST, LAST, D, parts
+from fl_lightning.round.model_parts import Parts
 
-
-def test_a_part_is_averaged_at_the_end_of_its_period() -> None:
-    both = parts((FIRST, 3), (LAST, None))
-    assert both.kept.tolist() == [True, False, True, True]
-    averaged = [both.averaged(t).tolist() for t in range(6)]
-    assert [a[0] for a in averaged] == [False, False, True, False, False, True]
-    assert all(a[1] and not a[2] and not a[3] for a in averaged)
+FIRST = torch.tensor([True, False, False])
+LAST = torch.tensor([False, False, True])
 
 
 def test_a_part_was_last_averaged_when_it_was_due_and_somebody_finished() -> None:
     """Of period 3: averaged at the ends of rounds 2 and 5, unless nobody finishes them."""
-    of = parts((FIRST, 3), (LAST, None))
+    of = Parts([(FIRST, 3), (LAST, None)], 3, torch.device("cpu"))
     assert [of.last_averaged(t, {}) for t in range(7)] == [[-1, -1]] * 3 + [[2, -1]] * 3 + [[5, -1]]
     assert not of.after(2, {}, finished=True) and not of.after(3, {}, finished=False)
     missed = of.after(5, {}, finished=False)
@@ -35,29 +23,5 @@ def test_a_part_was_last_averaged_when_it_was_due_and_somebody_finished() -> Non
 
 
 def test_a_part_averaged_every_round_or_empty_is_none() -> None:
-    none = parts((FIRST, 1), (torch.zeros(D, dtype=torch.bool), 2))
-    assert (
-        none.masks == []
-        and none.periods == []
-        and not none.kept.any()
-        and bool(none.averaged(0).all())
-    )
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        [(FIRST, 0)],
-        [(FIRST, 1.5)],
-        [(FIRST, 2), (FIRST | LAST, 3)],
-        [(FIRST[:2], 2)],
-    ],
-    ids=["period 0", "period 1.5", "overlap", "shape"],
-)
-def test_what_is_no_part_is_refused(given: Any) -> None:
-    with pytest.raises(UserError, match=r"^p(arts: |eriods=)"):
-        parts(*given)
-
-
-def test_parts_that_touch_do_not_overlap() -> None:
-    assert len(parts((FIRST, 2), (LAST, 2)).masks) == 2
+    none = Parts([(FIRST, 1), (torch.zeros(3, dtype=torch.bool), 2)], 3, torch.device("cpu"))
+    assert none.masks == [] and not none.kept.any() and bool(none.averaged(0).all())

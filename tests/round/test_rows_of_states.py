@@ -76,7 +76,7 @@ class Count(ClientState):
     """A kind of state of one's own: a whole number per client, from 1 on, which goes up."""
 
     def __init__(self) -> None:
-        super().__init__(lambda w: 1, synchronised=False, shape=(), dtype=torch.int64)
+        super().__init__(lambda w: 1, synchronised=False, shape=(), dtype=torch.int32)
 
     def goes_up(self, known: Any) -> bool:
         return True
@@ -99,13 +99,14 @@ def test_a_new_kind_of_state_is_one_class() -> None:
     metrics = counted.trainer.callback_metrics
     assert float(metrics["most"]) == 4
     plain = tiny_run(CommunicationLogger(), rounds=3, participation="all")
-    name = "communication/up_parameters"
     clients = counted.trainer.datamodule.num_clients
-    more = float(metrics[name]) - float(plain.trainer.callback_metrics[name])
-    assert more == 3 * clients, "one number per client and round"
+    for name, each in (("up_parameters", 1), ("up_bytes", 4), ("down_bytes", 0)):
+        more = metrics[f"communication/{name}"]
+        more = more - plain.trainer.callback_metrics[f"communication/{name}"]
+        assert float(more) == 3 * clients * each, "one number per client and round"
     rows = client_rows(counted)
     assert [int(row) for row in rows.values()] == [4] * clients
-    assert {row.dtype for row in rows.values()} == {torch.int64}
+    assert {row.dtype for row in rows.values()} == {torch.int32}
     assert str(check_method(Counting)).startswith("Counting: all contracts hold")
 
 

@@ -45,11 +45,11 @@ def check_batch_sizes(copies: LearnerCopies) -> None:
     met = first_met(context, smallest[0])
     says = failure(copies, first, met.samples) if met.samples < usual else ""
     if says:
-        holds, ways_out = context.work.data.told_of_batch(met.client, met.samples)
-        few = f"{met.samples} sample{'s' if met.samples > 1 else ''}"
         raise UserError(
-            f"{holds} (met in round {met.round}), and a step of {type(context.learner).__name__} "
-            f"on {few} fails: {says}. Ways out: {ways_out}. Nothing was started."
+            f"A batch of client {met.client} has only {met.samples} of its samples (in round "
+            f"{met.round}), and a step of {type(context.learner).__name__} on so few fails: "
+            f"{says}. Set drop_last=True or another batch_size, or give clients more samples. "
+            "Nothing was started."
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.checkpoint import load_buffers
-from fl_lightning.engines.engine_context import conversion, forward_context
+from fl_lightning.client.forward_pass import conversion, forward_context
 from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import Evaluator, Samples, drawn
