@@ -457,7 +457,7 @@ def test_a_run_on_a_graph_with_the_clients_names(tmp_path):
     path.write_text("sender,receiver\nzoe,ann\nann,bob\nzoe,bob\n")
     data = pandas.DataFrame({"a": range(12), "y": [0, 1] * 6, "who": ["bob", "zoe", "ann"] * 4})
     method = Gossip(FromFile(str(path)))
-    learner = Classifier(torch.nn.Linear(1, 2))
+    learner = Classifier(torch.nn.Linear(1, 2), num_classes=2)
     module = FederatedModule(learner, seed=0, **OWN)
     run = trainer(1, [method])
     run.fit(module, FromTable(data, target="y", client="who", batch_size=4))
