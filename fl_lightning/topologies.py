@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.accepted import Above, AtMost, Checked, NonNegativeInt, PositiveInt
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, suggest
 from fl_lightning.sampling import generator
 from fl_lightning.schedules import arguments
 
@@ -55,6 +56,9 @@ class Topology(Checked, ABC):
         Undirected: (i, j) with i < j. Directed: (sender, receiver). The result may depend only on
         the arguments, because each process of a run asks for it, and a resumed run asks again.
         """
+
+    def name_clients(self, names: Sequence[str]) -> None:
+        """Take the clients' names by their numbers, before the first round; empty: no names."""
 
     def __repr__(self) -> str:
         # Arguments that were left at None or False say nothing.
@@ -284,6 +288,9 @@ class FromEdges(Topology):
 class FromFile(FromEdges):
     """The edges of a CSV file with the header ``sender,receiver`` or ``sender,receiver,weight``.
 
+    Clients are written by their numbers from 0. If one of them is not a number, all are names: the
+    data's ``client_names``.
+
     Args:
         path: of the file.
         directed: whether a line is (sender, receiver); else each pair stands in one line.
@@ -295,7 +302,61 @@ class FromFile(FromEdges):
     def __init__(self, path: str, directed: bool = False) -> None:
         self.path = path
         self.source = str(path)
-        rows: list[list[float]] = []
+        self.directed = directed
+        header, rows = self._read()
+        weights = [float(row[2]) for row in rows.values()] if len(header) == 3 else None
+        self._named: dict[int, list[str]] = {}  # line -> names of sender and receiver
+        pairs = {line: row[:2] for line, row in rows.items()}
+        if all(map(_is_number, chain(*pairs.values()))):
+            numbers: list[Any] = [list(map(float, pair)) for pair in pairs.values()]
+            super().__init__(numbers, weights, directed)
+            return
+        self._named = pairs
+        self._weights = weights
+        self.weights = None if weights is None else np.asarray(weights, np.float64)
+
+    def name_clients(self, names: Sequence[str]) -> None:
+        if self._named:
+            numbers = {name: number for number, name in enumerate(names)}
+            pairs = []
+            for line, pair in self._named.items():
+                for name in pair:
+                    if name not in numbers:
+                        raise self._unknown(line, name, names)
+                pairs.append([numbers[name] for name in pair])
+            super().__init__(pairs, self._weights, self.directed)
+
+    def _unknown(self, line: int, name: str, names: Sequence[str]) -> UserError:
+        place = f"topology: {self.source}, line {line}: "
+        if not names:
+            return UserError(
+                f"{place}{name!r} is a name, and the clients of these data have no names. Write "
+                "each client's number from 0, in the order of clients.csv and partition.csv."
+            )
+        return UserError(
+            f"{place}no client has the name {name!r}.{suggest(name, names)} The clients are "
+            f"{', '.join(names)[:300]}."
+        )
+
+    def edges(self, m: int, t: int, seed: int) -> Ints:
+        if self._named and "_pairs" not in vars(self):
+            raise UserError(
+                f"topology: {self.source} has names of clients, whose numbers are known only in a "
+                "run. Write each client's number from 0."
+            )
+        return super().edges(m, t, seed)
+
+    def __repr__(self) -> str:
+        if not self._named:
+            return super().__repr__()
+        content = hashlib.sha256(repr([*self._named.values(), self._weights]).encode())
+        kind = "directed edges" if self.directed else "edges"
+        return f"{type(self).__name__}({len(self._named)} {kind}, {content.hexdigest()[:12]})"
+
+    def _read(self) -> tuple[list[str], dict[int, list[str]]]:
+        """Return the header, and the cells of each line."""
+        path = self.path
+        rows: dict[int, list[str]] = {}
         try:
             # Spreadsheets write a mark before the first name, which this encoding leaves out.
             with Path(path).open(newline="", encoding="utf-8-sig") as file:
@@ -308,9 +369,11 @@ class FromFile(FromEdges):
                     )
                 for line in lines:
                     if line:
-                        rows.append([float(value) for value in line])
-                        if len(rows[-1]) != len(header):
-                            raise ValueError(f"it has {len(rows[-1])} fields")
+                        rows[lines.line_num] = [cell.strip() for cell in line]
+                        if len(line) != len(header):
+                            raise ValueError(f"it has {len(line)} fields")
+                        if len(line) == 3 and not _is_number(line[2]):
+                            raise ValueError(f"the weight {line[2]!r} is not a number")
         except OSError as error:
             raise UserError(f"topology: {path} cannot be read: {error.strerror}.") from error
         except ValueError as error:
@@ -318,9 +381,15 @@ class FromFile(FromEdges):
                 f"topology: {path}, line {lines.line_num}: {error}. Clients are "
                 "numbered from 0, in the order of clients.csv and partition.csv."
             ) from error
-        weights = [row[2] for row in rows] if len(header) == 3 else None
-        pairs: list[Any] = [row[:2] for row in rows]
-        super().__init__(pairs, weights, directed)
+        return header, rows
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, eq=False)

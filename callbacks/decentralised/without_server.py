@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -129,6 +129,9 @@ class WithoutServer(FederatedCallback):
         self._kept = None
         if self.keeps:
             self._kept = layout.mask(layout.named(self.keeps, f"{type(self).__name__}.keeps"))
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.topology.name_clients(getattr(trainer.datamodule, "client_names", ()))
 
     def check_layout(self, layout: Layout, num_clients: int, w: Tensor) -> None:
         super().check_layout(layout, num_clients, w)

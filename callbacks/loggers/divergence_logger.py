@@ -46,8 +46,8 @@ class DivergenceLogger(FederatedCallback):
 
     Args:
         all_clients: whether to log ``divergence/all``. It costs a vector of D numbers per client on
-            disk. None: with up to 1,000 clients and a million parameters. ``fl-lightning fit`` adds
-            this logger with False.
+            disk, which a method that keeps the same vector (FedInit) shares. None: with up to 1,000
+            clients and a million parameters. ``fl-lightning fit`` adds this logger with False.
 
     Example:
         If all clients take part, the participants are all clients.
@@ -66,6 +66,10 @@ class DivergenceLogger(FederatedCallback):
     def __init__(self, all_clients: bool | None = None) -> None:
         super().__init__()
         self.all_clients = all_clients
+        if all_clients is not False:
+            self._keep_models()
+
+    def _keep_models(self) -> None:
         self.declare("last", ClientState(initial="initial_model", synchronised=False))
         self.declare("change", Upload(sent=False, dtype=torch.float64))
         self.declare("change_squared", Upload(sent=False, shape=(), dtype=torch.float64, least=0))

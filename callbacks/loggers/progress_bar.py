@@ -22,8 +22,8 @@ class FederatedProgressBar(ProgressBar):
     left``.
 
     After the accuracy come the monitored metrics, and metrics logged with ``prog_bar=True``. If
-    clients have their own parts and PerClientEvaluation measures them, ``clients/acc`` takes the
-    place of ``val/acc``.
+    clients have their own parts, ``clients/acc`` takes the place of ``val/acc`` as soon as
+    PerClientEvaluation has measured them.
 
     On a terminal and in a notebook it is redrawn at most ten times a second; elsewhere (a file, a
     pipe) about twenty plain lines are printed in a run. After the fit, the closing table and the

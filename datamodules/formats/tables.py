@@ -25,9 +25,18 @@ TARGET_TO_NUMBERS = (
     "but the target is a number (data.regression, data.above, or numbers with fractions in the "
     "training data): make it a number, or leave the row out"
 )
+_ALL_TO_NUMBERS = (
+    "Convert them to numbers, give data.encode (one-hot or codes) for names, or leave them out of "
+    "data.features."
+)
+_ALL_GAPS = (
+    "Fill the gaps in, leave these rows out (data.missing=drop), or leave the columns out of "
+    "data.features."
+)
 # Names that pandas and R give to the column of row numbers: in a CSV, in a CSV read again, and in
 # Parquet.
 ROW_INDEX = re.compile(r"\s*|Unnamed: \d+|__index_level_\d+__")
+_SHOWN = 10  # columns in an error
 LARGEST = np.finfo(np.float32).max
 # pandas cannot switch quotes off with this engine, so it gets a character that no text begins with.
 NO_QUOTES = "\x1f"
@@ -70,10 +79,51 @@ class FileTable:
 
     def wrong(self, column: str, row: int, what: str) -> CellError:
         """Return an error about a row's value in a column."""
+        return CellError(f"{self.has(column, row)}{what}", self._place(column, row))
+
+    def refuse_faults(self, used: Sequence[str], to_be_numbers: Sequence[str]) -> None:
+        """Refuse a table in which several columns are wrong, by one error that names them all.
+
+        Of a single fault, the other methods report more.
+
+        Args:
+            used: columns that need a value in each row.
+            to_be_numbers: columns that have to hold finite numbers.
+        """
+        gaps = {name: self.frame[name].isna().to_numpy(bool) for name in dict.fromkeys(used)}
+        gaps = {name: gone for name, gone in gaps.items() if gone.any()}
+        texts: dict[str, int] = {}
+        for name in to_be_numbers:
+            wrong = ~(np.abs(as_numbers(self.frame[name])) <= LARGEST)
+            rows = np.flatnonzero(wrong & ~gaps.get(name, np.zeros(1, bool)))
+            if len(rows):
+                texts[name] = int(rows[0])
+        first = [*texts.items(), *((name, int(gone.argmax())) for name, gone in gaps.items())]
+        if len(first) < 2:
+            return
+        said = ""
+        if texts:
+            cells = [
+                f"{name!r} ({repr(self.frame[name].iloc[row])[:50]} in {self._row(row)})"
+                for name, row in texts.items()
+            ]
+            said += f" These columns do not hold numbers: {_listed(cells)}. {_ALL_TO_NUMBERS}"
+        if gaps:
+            cells = [
+                f"{name!r} ({gone.sum()} of {len(gone)} rows, first {self._row(gone.argmax())})"
+                for name, gone in gaps.items()
+            ]
+            said += f" These columns lack values: {_listed(cells)}. {_ALL_GAPS}"
+        raise CellError(f"{self.where}:{said}", "; ".join(self._place(*each) for each in first))
+
+    def _row(self, row: int) -> str:
+        file, number = self.frame.index[row]
+        return f"row {number}" if file == str(self.path) else f"row {number} of {file}"
+
+    def _place(self, column: str, row: int) -> str:
         # In a file without a first line of names, the name of a column is a cell: so the place has
         # its number.
-        place = f"column {self.columns.index(column) + 1}, row {self.frame.index[row][1]}"
-        return CellError(f"{self.has(column, row)}{what}", place)
+        return f"column {self.columns.index(column) + 1}, row {self.frame.index[row][1]}"
 
     def present(self, name: str) -> Any:
         """Return a column's values, none of which may be missing."""
@@ -106,6 +156,11 @@ class FileTable:
         """Return the target's column ``(N,)``."""
         found: NDArray[np.float64] = self.numbers([name], TARGET_TO_NUMBERS)[:, 0]
         return found
+
+
+def _listed(cells: Sequence[str]) -> str:
+    more = f" and {len(cells) - _SHOWN} more" if len(cells) > _SHOWN else ""
+    return f"{', '.join(cells[:_SHOWN])}{more}"
 
 
 def as_numbers(values: Any) -> NDArray[np.float64]:

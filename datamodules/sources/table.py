@@ -106,12 +106,22 @@ class Encoding:
             return self.given.get(column)
         return self.given if column in self.categories else None
 
+    def to_be_numbers(self, table: FileTable, features: Sequence[str]) -> list[str]:
+        """Return the columns that are not encoded.
+
+        Raises:
+            UserError: the encoding names a column that is not one of them.
+        """
+        named = self.given if isinstance(self.given, Mapping) else {}
+        require(features, "x", {"encode": named})
+        encoded = table.texts() if isinstance(self.given, str) else named
+        return [name for name in features if name not in encoded]
+
     def learn(
         self, table: FileTable, features: Sequence[str], rows: Indices, tell: Callable[[str], None]
     ) -> None:
         """Note the categories of the training rows."""
         named = self.given if isinstance(self.given, Mapping) else {}
-        require(features, "x", {"encode": named})
         for name in features:
             if name in named or (isinstance(self.given, str) and name in table.texts()):
                 values = table.present(name)
@@ -413,7 +423,7 @@ class FromTable(FederatedDataModule):
             features = all_but(table.path, table.columns, others)
         chosen = {"target": [self.target], "client": others[1:], "features": features}
         require(table.columns, table.where, chosen)
-        table = self._without_gaps(table, [*features, *others])
+        table = self._without_gaps(table, features, others)
         y, classes = self._targets(table)
         self.class_names = classes or []
         if self.client is not None:
@@ -441,8 +451,14 @@ class FromTable(FederatedDataModule):
     def _read(self, path: Path | Any, texts: Sequence[str] = ()) -> FileTable:
         return read_table(path, *self._form, texts)
 
-    def _without_gaps(self, table: FileTable, used: list[str]) -> FileTable:
-        return without_gaps(table, used, self.tell) if self.missing == "drop" else table
+    def _without_gaps(
+        self, table: FileTable, features: Sequence[str], others: Sequence[str]
+    ) -> FileTable:
+        used = [*features, *others]
+        if self.missing == "drop":
+            table = without_gaps(table, used, self.tell)
+        table.refuse_faults(used, self.encoding.to_be_numbers(table, features))
+        return table
 
     def _targets(self, table: FileTable) -> tuple[NDArray[Any], list[str] | None]:
         if self.above is not None:
@@ -484,8 +500,8 @@ class FromTable(FederatedDataModule):
         other = self._read(self.test, sorted(table.texts()))
         require(other.columns, other.where, {"target": [self.target], "features": features})
         named = self.client is not None and self.client in other.columns
-        used = [*features, self.target, *([str(self.client)] if named else [])]
-        other = self._without_gaps(other, used)
+        others = [self.target, *([str(self.client)] if named else [])]
+        other = self._without_gaps(other, features, others)
         held = self.encoding.numbers(other, features, self.tell)
         of_tests = None
         if named:

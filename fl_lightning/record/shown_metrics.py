@@ -11,8 +11,8 @@ def shown_metrics(trainer: Any) -> list[str]:
     """Return the metrics that a run shows, the most important first.
 
     These metrics are the accuracy, those that callbacks monitor, and those that the learner logs
-    with ``prog_bar=True``. If clients have their own parts or models, and PerClientEvaluation
-    measures these, its values replace the validated ones, because no client uses w with the mean of
+    with ``prog_bar=True``. If clients have their own parts or models, and PerClientEvaluation has
+    measured these, its values replace the validated ones, because no client uses w with the mean of
     personal parts.
     """
     module = trainer.lightning_module
@@ -22,8 +22,9 @@ def shown_metrics(trainer: Any) -> list[str]:
     names += [] if logged is None else logged.shown_of(trainer.callback_metrics)
     if any(hasattr(callback, "of_own_models") for callback in callbacks) and _personal(module):
         for j, name in enumerate(names):
-            if without_prefix(name) != name:
-                names[j] = f"clients/{without_prefix(name)}"
+            own = f"clients/{without_prefix(name)}"
+            if own != f"clients/{name}" and own in trainer.callback_metrics:
+                names[j] = own
     return list(dict.fromkeys(names))
 
 

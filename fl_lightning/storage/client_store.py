@@ -11,7 +11,6 @@ from __future__ import annotations
 import secrets
 import tempfile
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from fl_lightning.errors import UserError
 from fl_lightning.storage import segments
+from fl_lightning.storage.held_rows import HeldRows, shared
 from fl_lightning.storage.segments import RANKS, Index, segment_name, segment_number
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
@@ -52,10 +52,8 @@ class ClientStore:
     def _reset(self) -> None:
         # Dirty rows are not on disk yet. Clean ones are copies of rows on disk, ordered by latest
         # use.
-        self._dirty: dict[tuple[str, int], Tensor] = {}
-        self._clean: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
-        self._dirty_bytes = 0
-        self._clean_bytes = 0
+        self._dirty = HeldRows()
+        self._clean = HeldRows()
         self._where: dict[str, Placed] = {}
         # After a load the segments lie in a folder that another run may continue. So only read in
         # this folder, and write after our first flush.
@@ -102,16 +100,19 @@ class ClientStore:
                     return row
                 path = self._path(segment)
             try:
-                row = segments.read_row(path, self._open(path, key), *key)
+                header = self._open(path, key)
+                row = segments.read_row(path, header, *key)
+                names = segments.names_of(header, *key, row)
             except UserError:
                 with self._lock:
                     if self._locate(key) == segment and self._path(segment) == path:
                         raise
                 continue
             with self._lock:
-                if self._locate(key) == segment and key not in self._dirty:
-                    self._remember(key, row)
-                    self._shrink()
+                for each in ((name, key[1]) for name in names):
+                    if self._locate(each) == segment and each not in self._dirty:
+                        self._remember(each, row)
+                self._shrink()
             return row
 
     def _open(self, path: Path, key: tuple[str, int]) -> segments.Header:
@@ -132,22 +133,26 @@ class ClientStore:
             for client, row in by_client.items():
                 new[name, int(client)] = row
         with self._lock:
-            replaced = sum(self._dirty[key].nbytes for key in new if key in self._dirty)
-            # One call into C, which an interrupt cannot stop half-way.
-            self._dirty.update(new)
-            self._dirty_bytes += sum(row.nbytes for row in new.values()) - replaced
+            self._dirty.hold(new)
             # Cached copies of rows on disk are out of date now.
             for key in new:
-                self._forget(key)
+                self._clean.drop(key)
             if make_room:
                 self._shrink()
 
     @staticmethod
     def owned(rows: Mapping[str, Mapping[int, Tensor]]) -> dict[str, dict[int, Tensor]]:
-        """Return the rows ready for a commit: on the CPU, each with its own memory."""
+        """Return the rows ready for a commit: on the CPU, in memory that no other tensor needs.
+
+        Rows of a client with the same bytes are one tensor.
+        """
         owned: dict[str, dict[int, Tensor]] = {}
+        of_client: dict[int, list[Tensor]] = {}
         for name, by_client in rows.items():
-            owned[name] = {i: _owned(name, int(i), row) for i, row in by_client.items()}
+            owned[name] = {}
+            for client, row in by_client.items():
+                others = of_client.setdefault(int(client), [])
+                owned[name][client] = shared(_owned(name, int(client), row), others)
         return owned
 
     def make_room(self) -> None:
@@ -305,8 +310,7 @@ class ClientStore:
         placed = {name: self._placed(name, ids, segment) for name, ids in clients.items()}
         self._where = {**self._where, **placed}
         written = self._dirty
-        self._dirty = {}
-        self._dirty_bytes = 0
+        self._dirty = HeldRows()
         for key, row in written.items():
             self._remember(key, row)
         return path
@@ -338,23 +342,18 @@ class ClientStore:
             self._temporary = None
 
     def _remember(self, key: tuple[str, int], row: Tensor) -> None:
-        self._forget(key)
-        self._clean[key] = row
-        self._clean_bytes += row.nbytes
-
-    def _forget(self, key: tuple[str, int]) -> None:
-        if (row := self._clean.pop(key, None)) is not None:
-            self._clean_bytes -= row.nbytes
+        self._clean.drop(key)  # the latest use comes last
+        self._clean.hold({key: row})
 
     def _shrink(self) -> None:
         """Write changed rows beyond the budget, and forget unchanged ones, longest unused first."""
-        if self._dirty_bytes > self.budget_bytes:
+        if self._dirty.bytes > self.budget_bytes:
             if self._flushed and self._home is not None:
                 self._write(self._home, durable=True)
             else:
                 self._write(self._temporary_folder(), durable=False)
-        while self._clean and self._dirty_bytes + self._clean_bytes > self.budget_bytes:
-            self._clean_bytes -= self._clean.popitem(last=False)[1].nbytes
+        while self._clean and self._dirty.bytes + self._clean.bytes > self.budget_bytes:
+            self._clean.drop(next(iter(self._clean)))
 
 
 def _owned(name: str, client: int, row: Tensor) -> Tensor:

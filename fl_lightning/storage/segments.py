@@ -2,7 +2,7 @@
 
 Rows of one name, dtype and shape are stacked as one tensor. The header's metadata gives the client
 of each row, and a checksum over its bytes and its identity, so one row can be read and verified by
-itself.
+itself. If all rows of two names are the same tensors, the file has them once, under both names.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ def write(path: Path, rows: Mapping[tuple[str, int], Tensor], durable: bool = Tr
     header: dict[str, Any] = {}
     about: dict[str, Any] = {}
     payload: list[memoryview] = []
+    written: dict[tuple[tuple[int, int], ...], str] = {}  # clients and tensors -> their key
     offset = 0
     for (name, dtype, shape), members in ordered:
         members.sort(key=lambda member: member[0])
@@ -111,6 +112,10 @@ def write(path: Path, rows: Mapping[tuple[str, int], Tensor], durable: bool = Tr
             _checksum(name, client, dtype, shape, block)
             for client, block in zip(clients, blocks, strict=True)
         ]
+        first = written.setdefault(tuple((client, id(row)) for client, row in members), key)
+        if first != key:
+            about[first].setdefault("also", {})[name] = checksums
+            continue
         about[key] = {"name": name, "clients": clients, "crc32": checksums}
         end = offset + sum(block.nbytes for block in blocks)
         header[key] = {
@@ -146,12 +151,13 @@ def read_header(path: Path) -> Header:
         for key, entry in entries.items():
             rows = about[key]
             clients = np.asarray(rows["clients"], dtype=np.int64)
-            if 8 + length + entry["data_offsets"][1] > size or len(rows["crc32"]) != len(clients):
-                raise ValueError("it is shorter than its header says")
             shape = tuple(int(d) for d in entry["shape"][1:])
             first = 8 + length + entry["data_offsets"][0]
-            group = SegmentGroup(clients, rows["crc32"], entry["dtype"], shape, first)
-            header.setdefault(rows["name"], []).append(group)
+            for name, checksums in {rows["name"]: rows["crc32"], **rows.get("also", {})}.items():
+                if 8 + length + entry["data_offsets"][1] > size or len(checksums) != len(clients):
+                    raise ValueError("it is shorter than its header says")
+                group = SegmentGroup(clients, checksums, entry["dtype"], shape, first)
+                header.setdefault(name, []).append(group)
         return header
     except FileNotFoundError:
         raise UserError(f"The client state file {path} is missing. {WAY_OUT}") from None
@@ -167,12 +173,10 @@ def read_row(path: Path, header: Header, name: str, client: int) -> Tensor:
     Raises:
         UserError: it names the file, the client and the reason.
     """
-    for group in header.get(name, []):
-        position = int(np.searchsorted(group.clients, client))
-        if position < len(group.clients) and group.clients[position] == client:
-            break
-    else:
+    found = _find(header, name, client)
+    if found is None:
         raise damaged(path, name, client, "the row is not in it")
+    group, position = found
     if group.dtype not in _DTYPES or min(group.shape, default=0) < 0:
         raise damaged(path, name, client, "its header makes no sense")
     dtype = _DTYPES[group.dtype]
@@ -191,6 +195,34 @@ def read_row(path: Path, header: Header, name: str, client: int) -> Tensor:
     if _checksum(name, client, group.dtype, group.shape, block) != group.checksums[position]:
         raise damaged(path, name, client, "the row's checksum does not match")
     return raw.view(dtype).reshape(group.shape)
+
+
+def names_of(header: Header, name: str, client: int, row: Tensor) -> list[str]:
+    """Return ``name``, and the other names under which the file has this row of the client."""
+    place = _place(_find(header, name, client))
+    names = [name]
+    for other in header:
+        found = _find(header, other, client)
+        if other == name or found is None or _place(found) != place:
+            continue
+        group, position = found
+        block = row.reshape(-1).view(torch.uint8).numpy().data
+        if _checksum(other, client, group.dtype, group.shape, block) == group.checksums[position]:
+            names.append(other)
+    return names
+
+
+def _find(header: Header, name: str, client: int) -> tuple[SegmentGroup, int] | None:
+    """Return the group that has a row, and the row's position in it."""
+    for group in header.get(name, []):
+        position = int(np.searchsorted(group.clients, client))
+        if position < len(group.clients) and group.clients[position] == client:
+            return group, position
+    return None
+
+
+def _place(found: tuple[SegmentGroup, int] | None) -> tuple[int, int] | None:
+    return None if found is None else (found[0].offset, found[1])
 
 
 def damaged(path: Path, name: str, client: int, why: str) -> UserError:

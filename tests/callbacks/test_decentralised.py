@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 
-from fl_lightning import UserError
+from fl_lightning import FederatedModule, UserError
 from fl_lightning import callbacks as packaged
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks import (
@@ -29,7 +30,9 @@ from fl_lightning.callbacks import (
     SharpnessAwareMinimization,
     TopKCompression,
 )
+from fl_lightning.datamodules import FromTable
 from fl_lightning.lab.contracts.federation import fit
+from fl_lightning.models import Classifier
 from fl_lightning.storage.client_store import ClientStore
 from fl_lightning.systems import SystemHeterogeneity
 from fl_lightning.testing import tiny_run
@@ -48,6 +51,7 @@ from fl_lightning.topologies import (
     Torus,
     links_of,
 )
+from tests.helpers.learners import trainer
 
 M = 6  # clients of the tiny federation
 OWN: dict[str, Any] = {"buffers": "own", "engine": "sequential"}
@@ -420,7 +424,7 @@ def test_a_graph_from_a_file(tmp_path):
     assert FromFile(str(path)).edges(2, 0, 0).tolist() == [[0, 1]]
     for text, told in [
         ("a,b\n0,1\n", r"graph.csv, line 1: it is 'a,b', and has to be sender,receiver"),
-        ("sender,receiver\n0,x\n", "line 2"),
+        ("sender,receiver,weight\n0,1,x\n", "line 2: the weight 'x' is not a number"),
         ("sender,receiver\n0\n", "line 2"),
     ]:
         path.write_text(text)
@@ -428,6 +432,38 @@ def test_a_graph_from_a_file(tmp_path):
             FromFile(str(path))
     with pytest.raises(UserError, match="cannot be read"):
         FromFile(str(tmp_path / "none.csv"))
+
+
+def test_a_graph_from_a_file_with_the_clients_names(tmp_path):
+    path = tmp_path / "graph.csv"
+    path.write_text("sender,receiver,weight\nzoe,ann,0.5\nann, bob,0.25\n")
+    graph = FromFile(str(path), directed=True)
+    with pytest.raises(UserError, match="has names of clients"):
+        graph.edges(3, 0, 0)
+    for _ in range(2):  # in each fit
+        graph.name_clients(["ann", "bob", "zoe"])
+        assert graph.edges(3, 0, 0).tolist() == [[0, 1], [2, 0]]
+        assert graph.weights is not None and graph.weights.tolist() == [0.25, 0.5]
+    for names, told in [
+        (["ann", "rob", "zoe"], r"graph.csv, line 3: no client has the name 'bob'.*ann, rob, zoe"),
+        ([], r"line 2: 'zoe' is a name, and .* no names. Write each client's number from 0"),
+    ]:
+        with pytest.raises(UserError, match=told):
+            FromFile(str(path)).name_clients(names)
+
+
+def test_a_run_on_a_graph_with_the_clients_names(tmp_path):
+    path = tmp_path / "graph.csv"
+    path.write_text("sender,receiver\nzoe,ann\nann,bob\nzoe,bob\n")
+    data = pandas.DataFrame({"a": range(12), "y": [0, 1] * 6, "who": ["bob", "zoe", "ann"] * 4})
+    method = Gossip(FromFile(str(path)))
+    learner = Classifier(torch.nn.Linear(1, 2), num_classes=2)
+    module = FederatedModule(learner, seed=0, **OWN)
+    run = trainer(1, [method])
+    run.fit(module, FromTable(data, target="y", client="who", batch_size=4))
+    assert "of 3 clients, 3 edges, degrees 2 to 2" in method.facts()["topology"]
+    with pytest.raises(UserError, match=r"line 2: 'zoe' is a name"):
+        tiny_run(Gossip(FromFile(str(path))), participation="all", **OWN)
 
 
 class Listed(Topology):

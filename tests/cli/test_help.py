@@ -61,6 +61,8 @@ SHOWN = [  # what is typed → what is in it
     ("-c base --data.help Digits", r"--data.root ROOT +\(type: str \| Path, default: data\)"),
     ("-c base --data.help Digits", r"None: all samples of a client"),
     ("--method.help=RelaxedInitialization", r"--method.beta BETA"),
+    ("--method.topology.help", r"\n  Ring +Client i and client i"),
+    ("--method.topology.help RandomRegular", r"--method.topology.degree DEGREE"),
     ("--model.client_optimizer.help SGD", r"--model.client_optimizer.momentum"),
 ]
 

@@ -156,6 +156,16 @@ def test_a_quote_is_text_in_a_tab_separated_file(tmp_path: Path, name: str) -> N
         ([30, "north", "inf", "ill"], {}, ["inf in column 'pulse' of row 7", "not a finite"]),
         ([30, "north", 1e39, "ill"], {}, ["'pulse'", "row 7", "single precision"]),
         ([30, "north"], {}, ["line 7 has 2 cells", "4 columns", "data.separator is ','"]),
+        (
+            ["x", "", "b", "ill"],
+            {"features": ["age", "pulse", "hospital"], "client": None, "num_clients": 2},
+            [
+                "not hold numbers: 'age' ('x' in row 7), 'pulse' ('b' in row 7), 'hospital' ('n",
+                "lack values: 'hospital' (1 of 6 rows, first row 7). Fill",
+                "data.encode",
+                "data.missing=drop",
+            ],
+        ),
         (None, {"target": "outcom"}, ["'outcom'", "Did you mean 'outcome'?"]),
         (None, {"client": "clinic"}, ["'clinic'", "age, hospital, pulse, outcome"]),
         (None, {"features": ["agee"]}, ["'agee'", "Did you mean 'age'?"]),
@@ -210,7 +220,8 @@ def test_what_is_wrong_in_the_second_file_is_named_by_its_file_and_row(tmp_path:
     files = {name: f"{name}.csv" for name in ("north", "south")}
     with pytest.raises(UserError, match=r"south\.csv' has 'abc' in column 'age' of row 4,"):
         ready(files, "y", features=["age"], root=tmp_path, missing="drop")
-    with pytest.raises(UserError, match=r"south\.csv' has no value in column 'age' of row 3 "):
+    told = r"'age' \('abc' in row 4 of .*south\.csv.*'age' \(1 of 21 rows, first row 3 of .*south"
+    with pytest.raises(UserError, match=told):
         ready(files, "y", features=["age"], root=tmp_path)
 
 

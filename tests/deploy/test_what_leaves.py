@@ -420,6 +420,7 @@ def error_of(path: Path, cells: list[str]) -> UserError:
         (["1e99", "1", "1"], "1e+99", "column 1, row 4"),
         (["1", "1", "HIV-positive"], "HIV-positive", "column 3, row 4"),
         (["1", "", "1"], "no value", "column 2, row 4"),
+        ([CELL, "", "1"], CELL, "column 1, row 4; column 2, row 4"),
     ],
 )
 def test_the_place_of_a_cell_is_told_and_not_its_value(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,14 @@ def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
     return tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def filled(folder: Path, clients: int = 8, size: int = 1000) -> tuple[ClientStore, Path]:
+def filled(
+    folder: Path, clients: int = 8, size: int = 1000, names: Sequence[str] = ("M.s",)
+) -> tuple[ClientStore, Path]:
     """A store whose clients hold ``arange(size) + client``, and the segment that this was written
     to."""
     store = ClientStore()
-    store.commit({"M.s": {i: torch.arange(size, dtype=torch.float32) + i for i in range(clients)}})
+    numbers = torch.arange(size, dtype=torch.float32)
+    store.commit({name: {i: numbers + i for i in range(clients)} for name in names})
     path = store.flush(folder)
     assert path is not None
     return store, path

@@ -170,6 +170,8 @@ def test_the_run_folder_of_the_command_line_has_them_in_tensorboard(cli: Cli) ->
     assert {name: told.get(name) for name in expected} == expected
     assert not {"learner/lr", "learner/momentum", "learner/weight_decay"} & told.keys()
     experiment = plugin_data(cli.folder / "x", "_hparams_/experiment").experiment
+    first = {info.name for info in experiment.hparam_infos if info.differs}
+    assert first == {"client_optimizer/lr", "data", "learner/network", "method", "seed"}
     compared = {info.name.tag for info in experiment.metric_infos}
     assert {"val/acc", "clients/acc", "clients/acc_worst10", "clients/acc_weighted"} <= compared
     card = (cli.folder / "x/card.md").read_text()

@@ -36,7 +36,14 @@ class Accurate(Lit):
     """As the packaged learners."""
 
 
-def ran(folder: Path, learner: Any, *callbacks: Any, rounds: int = 2, folders: bool = True) -> Any:
+def ran(
+    folder: Path,
+    learner: Any,
+    *callbacks: Any,
+    rounds: int = 2,
+    folders: bool = True,
+    **settings: Any,
+) -> Any:
     """A run in ``folder`` as the command line makes it."""
     run = RunFolderWriter(folder, None, "{}", True)
     every: list[Any] = [c.FederatedProgressBar(), c.RunCard()]
@@ -49,7 +56,7 @@ def ran(folder: Path, learner: Any, *callbacks: Any, rounds: int = 2, folders: b
         enable_progress_bar=True,
         enable_checkpointing=True,
     )
-    fit.fit(module := federated(learner), data())
+    fit.fit(module := federated(learner, **settings), data())
     return module
 
 
@@ -101,6 +108,15 @@ def test_of_personal_models_their_own_accuracy_is_the_headline(
         and "accuracy" not in table
     )
     assert json.loads((tmp_path / "run.json").read_text())["shown"] == ["clients/acc"]
+
+
+def test_until_personal_models_are_measured_the_console_has_the_models_accuracy(
+    tmp_path: Path, capsys: Any
+) -> None:
+    ran(tmp_path, Accurate(), c.Gossip(), c.PerClientEvaluation(2), rounds=2, buffers="own")
+    err = capsys.readouterr().err
+    assert " · accuracy 0" in lines(err)[0] and "accuracy of clients" not in lines(err)[0]
+    assert " · accuracy of clients 0" in lines(err)[1] and " · accuracy 0" not in lines(err)[1]
 
 
 def test_of_one_model_for_all_it_is_the_servers(tmp_path: Path, capsys: Any) -> None:

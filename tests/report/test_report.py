@@ -337,3 +337,13 @@ def test_what_the_runs_themselves_warned_of_is_noted(tmp_path: Path) -> None:
     text = (tmp_path / "out/report.md").read_text()
     assert f"ifca: {warned}." in text and "was drawn" not in text
     assert "different commits: commit-0, commit-1" in text
+
+
+def test_a_warning_of_several_arms_is_noted_once_with_their_names(tmp_path: Path) -> None:
+    warned = "the model has 3 frozen layers"
+    for arm, notes in [("a", [warned]), ("b", ["only b"]), ("c", ["only c", warned])]:
+        make_run(tmp_path / f"s/{arm}/seed-0", arm, 0, {"val/acc": [0.5]}, notes=notes)
+    report(tmp_path / "out", tmp_path / "s")
+    text = (tmp_path / "out/report.md").read_text()
+    assert f"a, c: {warned}." in text and text.count(warned) == 1
+    assert "- b: only b." in text and "- c: only c." in text

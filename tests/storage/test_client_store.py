@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +17,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fl_lightning.callbacks import DivergenceLogger, RelaxedInitialization
 from fl_lightning.errors import UserError
+from fl_lightning.storage import held_rows
 from fl_lightning.storage.client_store import ClientStore
 from fl_lightning.storage.segments import Index, merge_indices
+from tests.helpers.learners import Lit, blobs, client_rows, federated, last_checkpoint, trainer
 from tests.helpers.rows import bits, filled
 
 torch.set_num_threads(1)
-NAMES = {"A.c": (torch.float32, (3,)), "A.k": (torch.int64, ()), "B.m": (torch.bfloat16, (2, 2))}
+NAMES = {
+    "A.c": (torch.float32, (3,)),
+    "A.k": (torch.int64, ()),
+    "B.c": (torch.float32, (3,)),  # often with the bytes of A.c
+    "B.m": (torch.bfloat16, (2, 2)),
+}
 
 
 def row_of(name: str, value: int) -> Tensor:
@@ -57,9 +66,10 @@ steps = st.lists(
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(steps, st.sampled_from([0, 40, 1 << 20]))
-def test_any_sequence_of_operations_equals_a_dict(sequence, budget) -> None:
-    with tempfile.TemporaryDirectory() as root:
+@given(steps, st.sampled_from([0, 40, 1 << 20]), st.sampled_from([1, held_rows.SHARED_FROM]))
+def test_any_sequence_of_operations_equals_a_dict(sequence, budget, shared_from) -> None:
+    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(held_rows, "SHARED_FROM", shared_from)
         folders = [Path(root, "a"), Path(root, "b")]
         store, model = ClientStore(budget), dict[tuple[str, int], Tensor]()
         checkpoints: list[tuple[Path, Index, dict[tuple[str, int], Tensor]]] = []
@@ -92,6 +102,59 @@ def test_any_sequence_of_operations_equals_a_dict(sequence, budget) -> None:
             other = ClientStore()
             other.load(index, folder)
             agree(other, then)
+
+
+def test_rows_of_a_client_with_the_same_bytes_are_one_in_memory_and_on_disk(
+    tmp_path: Path,
+) -> None:
+    """Also those that come back from disk, as long as both are still the same."""
+    size = 8000
+    store = ClientStore()
+    vectors = {i: torch.arange(2000.0) + i for i in range(5)}
+    both = {name: {i: v.clone() for i, v in vectors.items()} for name in ("A.last", "B.last")}
+    store.commit({**both, "C.zero": {0: torch.zeros(2000)}, "D.zero": {0: -torch.zeros(2000)}})
+    assert store._dirty.bytes == (5 + 2) * size, "0.0 and -0.0 differ"
+    path = store.flush(tmp_path)
+    assert path is not None and (5 + 2) * size < path.stat().st_size < (5 + 2) * size + 2000
+    again = ClientStore()
+    again.load(store.index(), tmp_path)
+    assert again.read("B.last", 3) is again.read("A.last", 3) and again._clean.bytes == size
+    for i, vector in vectors.items():
+        assert torch.equal(again.read("A.last", i), vector)
+        assert torch.equal(again.read("B.last", i), vector)
+    assert bits(again.read("D.zero", 0)) == bits(-torch.zeros(2000))
+    again.commit({"A.last": {3: torch.ones(2000)}})
+    assert torch.equal(again.read("B.last", 3), vectors[3])
+    again.flush(tmp_path)
+    again.load(again.index(), tmp_path)
+    assert torch.equal(again.read("B.last", 3), vectors[3])
+    assert torch.equal(again.read("A.last", 3), torch.ones(2000))
+    assert again._clean.bytes == 2 * size
+
+
+def test_rows_that_two_callbacks_keep_alike_are_stored_once_and_a_run_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(name: str, *loggers: Any, rounds: int = 3, start: Path | None = None) -> Any:
+        folder = tmp_path / name
+        callbacks = [RelaxedInitialization(0.1), *loggers, last_checkpoint(folder)]
+        fit = trainer(rounds, callbacks, default_root_dir=folder, enable_checkpointing=True)
+        fit.fit(module := federated(Lit(hidden=100)), blobs(), ckpt_path=start)
+        rows = {key: bits(row) for key, row in client_rows(module).items()}
+        metrics = fit.callback_metrics.items()
+        logged = {key: float(v) for key, v in metrics if not key.startswith("time")}
+        return rows, logged, sum(path.stat().st_size for path in (folder / "state").iterdir())
+
+    _, _, alone = run("alone")
+    rows, logged, together = run("together", DivergenceLogger(True))
+    assert together < 1.1 * alone
+    run("resumed", DivergenceLogger(True), rounds=2)
+    start = tmp_path / "resumed/checkpoints/last.ckpt"
+    assert run("resumed", DivergenceLogger(True), start=start)[:2] == (rows, logged)
+    monkeypatch.setattr(held_rows, "SHARED_FROM", 1 << 40)
+    apart = run("apart", DivergenceLogger(True))
+    assert apart[:2] == (rows, logged) and apart[2] > 1.9 * alone
+    assert logged["divergence/all"] > 0
 
 
 def test_a_missing_segment_is_found_when_loading(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 
 from fl_lightning.errors import UserError
+from fl_lightning.storage import held_rows
 from fl_lightning.storage.client_store import ClientStore
 from tests.helpers.rows import bits, filled
 
@@ -51,9 +52,14 @@ def test_a_cut_segment_is_named_with_the_client(tmp_path: Path, keep: float) -> 
     assert str(path) in str(error.value) and "client 7" in str(error.value)
 
 
-def test_every_flipped_bit_is_found_or_harmless(tmp_path: Path) -> None:
-    store, path = filled(tmp_path, clients=4, size=6)
-    wanted = {i: store.read("M.s", i) for i in range(4)}
+@pytest.mark.parametrize("names", [["M.s"], ["M.s", "N.s"]])
+def test_every_flipped_bit_is_found_or_harmless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    """Also if two names have the same rows, which the file holds once."""
+    monkeypatch.setattr(held_rows, "SHARED_FROM", 1)
+    store, path = filled(tmp_path, clients=4, size=6, names=names)
+    wanted = {(name, i): store.read(name, i) for name in names for i in range(4)}
     whole = path.read_bytes()
     found = 0
     for position in range(8 * len(whole)):
@@ -62,9 +68,9 @@ def test_every_flipped_bit_is_found_or_harmless(tmp_path: Path) -> None:
         path.write_bytes(flipped)
         again = ClientStore()
         again.load(store.index(), tmp_path)
-        for client, row in wanted.items():
+        for (name, client), row in wanted.items():
             try:
-                back = again.read("M.s", client)
+                back = again.read(name, client)
             except UserError as error:
                 found += 1
                 assert path.name in str(error) and f"client {client}" in str(error)

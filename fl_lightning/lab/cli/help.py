@@ -24,7 +24,8 @@ _MORE = {
 }
 # Options with a help of their own, and the class whose arguments one takes.
 _KEYS = (
-    *("model", "trainer", "data", "data.partition", "data.biases", "method", "model.learner"),
+    *("model", "trainer", "data", "data.partition", "data.biases", "method", "method.topology"),
+    "model.learner",
     *("model.server_optimizer", "model.client_optimizer", "model.lr_decay"),
     "model.server_lr_decay",
 )
@@ -69,8 +70,15 @@ def _of_option(key: str, name: str | None) -> str:
     import torch
 
     from fl_lightning.callback import FederatedCallback
+    from fl_lightning.callbacks import Gossip
     from fl_lightning.datamodules import FederatedDataModule
-    from fl_lightning.lab.cli.classes import class_of, classes_in, hint_of, names_of_ours
+    from fl_lightning.lab.cli.classes import (
+        class_of,
+        classes_in,
+        hint_of,
+        names_of_ours,
+        subclasses,
+    )
     from fl_lightning.machine.lightning import pl
     from fl_lightning.module import FederatedModule
 
@@ -79,9 +87,12 @@ def _of_option(key: str, name: str | None) -> str:
     base = owners.get(section, FederatedCallback)
     if section != "data" and key in owners and name is None:
         return _of_class(base, key)
-    if argument:
-        base = classes_in(hint_of(base, argument))[0]
     named = {**vars(torch.optim), **{own: class_of(path) for own, path in names_of_ours().items()}}
+    if key == "method.topology":
+        base = classes_in(hint_of(Gossip, argument))[0]
+        named = subclasses(base)
+    elif argument:
+        base = classes_in(hint_of(base, argument))[0]
     choices = {}
     for own, cls in sorted(named.items()):
         if inspect.isclass(cls) and issubclass(cls, base) and cls is not base:

@@ -23,6 +23,7 @@ def notes_on(found: Found, metric: str, files: Sequence[ClaimsFile]) -> list[str
         notes += _on_arm(name, runs)
         for each in scored:
             notes += _on_infinite(name, runs, each)
+    notes += _warnings_of_arms(found)
     # Scores of runs with unequal numbers of rounds are allowed, but do not compare only the
     # methods.
     if len({run.rounds_done for run in found.runs if run.status == "done"}) > 1:
@@ -103,6 +104,18 @@ def _warnings(run: ReportedRun) -> list[str]:
     return [text for text in given if isinstance(text, str)] if isinstance(given, list) else []
 
 
+def _warnings_of_arms(found: Found) -> list[str]:
+    """Return each warning once, after the names of the arms all of whose runs gave it."""
+    arms: dict[str, list[str]] = {}
+    for name, runs in found.arms.items():
+        # The card of a run has the warnings that only this run gave, such as a drawn seed.
+        others = [_warnings(run) for run in runs[1:]]
+        for text in _warnings(runs[0]):
+            if all(text in also for also in others):
+                arms.setdefault(text, []).append(name)
+    return [f"{', '.join(names)}: {text.rstrip('.')}." for text, names in arms.items()]
+
+
 def _on_arm(name: str, runs: Sequence[ReportedRun]) -> list[str]:
     notes = []
     if len({run.record.get("config_hash") for run in runs}) > 1:
@@ -112,12 +125,6 @@ def _on_arm(name: str, runs: Sequence[ReportedRun]) -> list[str]:
         notes += [
             f"{table}: the run is {run.status}, but this file {fault}." for fault in run.faults
         ]
-    # The card of a run has the warnings that only this run gave, such as a drawn seed.
-    common = _warnings(runs[0])
-    for run in runs[1:]:
-        also = _warnings(run)
-        common = [text for text in common if text in also]
-    notes += [f"{name}: {text.rstrip('.')}." for text in common]
     if diverged := [str(run.seed) for run in runs if run.status == "diverged"]:
         notes.append(
             f"{name} diverged with seed {', '.join(diverged)}. A diverged run counts as lost. It "
