@@ -230,16 +230,9 @@ class RecordPrivacy(FederatedCallback):
         """Return B_i of a client with so many samples."""
         return size if self._batch is None else min(self._batch, size)
 
-    def reduce_samples(self, clients: Clients, gradients: Tensor) -> Tensor:
-        """Σ_j g_j min(1, C/‖g_j‖), in float64."""
-        total = gradients.new_zeros(gradients.shape[::2], dtype=torch.float64)
-        # One sample at a time, so that its numbers in float64 stay in the processor's cache.
-        wide = torch.empty_like(total)
-        for gradient in gradients.unbind(1):
-            norm = float(torch.linalg.vector_norm(wide.copy_(gradient)))
-            if math.isfinite(norm):
-                total.add_(wide, alpha=min(1.0, self.clip / norm) if norm > 0 else 1.0)
-        return total
+    def scale_samples(self, clients: Clients, norms: Tensor) -> Tensor:
+        """Return min(1, C/‖g_j‖); 0 if g_j is not finite."""
+        return torch.where(norms.isfinite(), (self.clip / norms).clamp(max=1.0), 0.0)
 
     def on_samples_reduced(self, clients: Clients, total: Tensor) -> Tensor:
         """Add the noise, and divide by B_i."""

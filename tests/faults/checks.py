@@ -45,6 +45,7 @@ CORE: dict[str, list[str]] = {
         HOOKS,
         STEPS,
         "tests/callbacks/test_clustered_models.py",
+        "tests/callbacks/test_record_privacy.py",
     ],
     "fl_lightning/round/client_group.py": ["tests/round/test_clients.py", HOOKS, STEPS, ORACLE],
     "fl_lightning/aggregation/over_processes.py": ["tests/aggregation/test_over_processes.py", GPU],
@@ -205,6 +206,14 @@ def of_method(file: str) -> list[str]:
 
 
 OTHERS: dict[str, list[str]] = {  # files of named faults alone
+    "fl_lightning/client/linear_factors.py": [
+        "tests/client/test_linear_factors.py",
+        "tests/callbacks/test_record_privacy.py",
+    ],
+    "fl_lightning/client/sample_gradients.py": [
+        "tests/client/test_linear_factors.py",
+        "tests/callbacks/test_record_privacy.py",
+    ],
     "fl_lightning/aggregation/exchange.py": DECENTRALISED,
     "fl_lightning/round/neighbourhood.py": DECENTRALISED,
     **{
