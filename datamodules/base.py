@@ -566,6 +566,13 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         mixing = [one for one in self._named_augmentations if isinstance(one, MIXING)]
         return f"{type(mixing[0]).__name__.lower()} mixes samples" if mixing else ""
 
+    @property
+    def computed_from_samples(self) -> str:
+        """Return the values that all samples are computed with and that depend on training samples,
+        such as means; empty: there are none.
+        """
+        return ""
+
     def full_batches(
         self, client: int, device: torch.device = CPU, what: What = "train", size: int | None = None
     ) -> Iterator[tuple[Batch, int]]:

@@ -249,13 +249,13 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
     """Whether it reads ``clients.loss`` in an ``on_local_end`` without the parameter ``loss``."""
 
     samples_at_once: int | None = None
-    """With ``reduce_samples``: how many samples' gradients it gets at once. None: as many as fit
-    into memory; 1: one after the other."""
+    """With ``reduce_samples`` or ``scale_samples``: how many samples' gradients are taken at once.
+    None: as many as fit into memory; 1: one after the other."""
 
     protects_samples: ClassVar[bool] = False
-    """Whether what clients send must depend on their samples only by ``reduce_samples``: no other
-    method may then read values of samples, such as ``clients.loss`` or ``clients.full_gradient``.
-    """
+    """Whether what clients send must depend on their samples only by the hooks of single samples'
+    gradients: no other method may then read values of samples, such as ``clients.loss`` or
+    ``clients.full_gradient``."""
 
     reads_evaluated: ClassVar[bool] = False
     """Whether it reads ``clients.evaluated``, which sites are sent only then."""
@@ -507,6 +507,16 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         A step's samples may come in several parts, whose results the run adds up. The sum takes
         the place of the loss gradient, and is 0 if the step has no sample. A sample's gradient is
         that of ``training_step`` on a batch of this one sample, without weight decay.
+        """
+        raise NotImplementedError  # a run calls only the one callback that overrides this hook
+
+    def scale_samples(self, clients: Clients, norms: Tensor) -> Tensor:
+        """One owner, in place of ``reduce_samples``. Return the factors ``(n, b)`` of b of a step's
+        samples, whose gradients have these ``norms`` ``(n, b)``, both float64.
+
+        The sum of the gradients times their factors, in float64, takes the place of the loss
+        gradient. A sample whose factor is 0 is left out, also if its gradient is not finite. This
+        is faster than ``reduce_samples``, because the gradients of linear layers are not stored.
         """
         raise NotImplementedError  # a run calls only the one callback that overrides this hook
 

@@ -34,6 +34,7 @@ OWNED = {
     "broadcast": "what clients get as w",
     "step_samples": "which samples a step takes",
     "reduce_samples": "what is made of single samples' gradients",
+    "scale_samples": "how single samples' gradients are scaled",
     "on_samples_reduced": "what is made of their sum",
     "perturbation": "where the gradient is taken",
     "on_loss_gradient": "how the loss gradient is mixed",
@@ -70,7 +71,7 @@ IN_ORDER = (
     *("on_updates", "on_server_update"),
 )
 IN_STEPS = (
-    *("reduce_samples", "on_samples_reduced"),
+    *("reduce_samples", "scale_samples", "on_samples_reduced"),
     *("perturbation", "on_loss_gradient", "on_local_gradient"),
     *("precondition", "on_direction", "step_rate", "on_local_step_end"),
     *LOOKING,
@@ -139,6 +140,11 @@ class CallbackList:
                 self._owned_by[hook] = owners[0]
                 if hook == "transmit":
                     self._sends = owners[0].sends
+        both = [
+            self._owned_by[h] for h in ("reduce_samples", "scale_samples") if h in self._owned_by
+        ]
+        if len(both) > 1:
+            raise _both_decide(both, OWNED["reduce_samples"])
         self._takes = self._values_taken()
         self.declared: dict[str, Declaration] = {}
         self._declare()
@@ -415,12 +421,17 @@ class CallbackList:
     @property
     def reduced_by(self) -> str:
         """Return the callback that takes the gradients of single samples; empty: none."""
-        owner = self._owned_by.get("reduce_samples")
+        owner = self._takes_samples
         return "" if owner is None else type(owner).__name__
 
     @property
+    def _takes_samples(self) -> FederatedCallback | None:
+        owned = self._owned_by
+        return owned.get("reduce_samples") or owned.get("scale_samples")
+
+    @property
     def samples_at_once(self) -> int | None:
-        owner = self._owned_by.get("reduce_samples")
+        owner = self._takes_samples
         return None if owner is None else owner.samples_at_once
 
     @property

@@ -62,6 +62,7 @@ KINDS = {
     "broadcast": "what goes down",
     "local_batch": "data",
     "reduce_samples": "gradient of each sample",
+    "scale_samples": "gradient of each sample",
     "perturbation": "where the gradient is taken",
     "local_loss": "loss",
     "local_output": "logits",

@@ -146,7 +146,7 @@ class RecordPrivacy(FederatedCallback):
         self.rounds = rounds
         self.samples_at_once = samples_at_once
         self.noise_seed = noise_seed
-        self.outside = "how many samples each client has, and what is logged of the training"
+        self.outside = ""
         if sampling == "poisson":
             self.use("step_samples", self._by_coins)
         self._m = 1  # until the data is known
@@ -154,6 +154,7 @@ class RecordPrivacy(FederatedCallback):
         self._planned_rounds = -1
         self._everybody = False
         self._sizes: Callable[[], NDArray[np.int64]] = lambda: np.zeros(0, np.int64)
+        self._indices: Callable[[int], NDArray[np.int64]] | None = None
 
     @property
     def clients_draw_from(self) -> int | Literal["secret"] | None:
@@ -173,6 +174,7 @@ class RecordPrivacy(FederatedCallback):
             )
         self._m = int(data.num_clients)
         self._sizes = data.client_sizes
+        self._indices = getattr(data, "client_indices", None)
         batch = data.most_in_batch
         self._batch = None if batch is None else batch * pl_module.settings.accumulate
         self._planned_rounds = trainer.max_epochs if self.rounds is None else self.rounds
@@ -183,9 +185,14 @@ class RecordPrivacy(FederatedCallback):
             )
         methods = [c for c in trainer.callbacks if isinstance(c, FederatedCallback)]
         self._look_at([method for method in methods if method is not self])
+        released = ["how many samples each client has of each class", "what the training logs"]
+        released += [data.computed_from_samples] if data.computed_from_samples else []
+        measuring = [type(c).__name__ for c in methods if c.role == "measurement"]
+        released += [f"the measurements of {', '.join(measuring)}"] if measuring else []
+        self.outside = ", ".join(released[:-1]) + f", and {released[-1]}"
 
     def _look_at(self, others: list[FederatedCallback]) -> None:
-        """Refuse methods that read clients' losses, and name those that measure."""
+        """Refuse methods that read clients' losses."""
         for other in others:
             if other.asks_for("loss") and other.role != "measurement":
                 raise UserError(
@@ -196,12 +203,6 @@ class RecordPrivacy(FederatedCallback):
         # With client-level privacy nobody may know who took part, so ε counts every client in each
         # round.
         self._everybody = any(other.draws_from is not None for other in others)
-        measuring = [type(other).__name__ for other in others if other.role == "measurement"]
-        if measuring:
-            self.outside = (
-                "how many samples each client has, what is logged of the training, and what "
-                f"{', '.join(measuring)} measures"
-            )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuse learners in which samples of a batch meet."""
@@ -230,16 +231,9 @@ class RecordPrivacy(FederatedCallback):
         """Return B_i of a client with so many samples."""
         return size if self._batch is None else min(self._batch, size)
 
-    def reduce_samples(self, clients: Clients, gradients: Tensor) -> Tensor:
-        """Σ_j g_j min(1, C/‖g_j‖), in float64."""
-        total = gradients.new_zeros(gradients.shape[::2], dtype=torch.float64)
-        # One sample at a time, so that its numbers in float64 stay in the processor's cache.
-        wide = torch.empty_like(total)
-        for gradient in gradients.unbind(1):
-            norm = float(torch.linalg.vector_norm(wide.copy_(gradient)))
-            if math.isfinite(norm):
-                total.add_(wide, alpha=min(1.0, self.clip / norm) if norm > 0 else 1.0)
-        return total
+    def scale_samples(self, clients: Clients, norms: Tensor) -> Tensor:
+        """Return min(1, C/‖g_j‖); 0 if g_j is not finite."""
+        return torch.where(norms.isfinite(), (self.clip / norms).clamp(max=1.0), 0.0)
 
     def on_samples_reduced(self, clients: Clients, total: Tensor) -> Tensor:
         """Add the noise, and divide by B_i."""
@@ -253,6 +247,18 @@ class RecordPrivacy(FederatedCallback):
             noise = torch.from_numpy(draw.standard_normal(total.shape[1])).to(total)
             total.add_(noise, alpha=sigma * self.clip)
         return total.div_(expected)
+
+    def on_local_start(self, clients: Clients) -> None:
+        """Refuse a client that has a sample twice, which would move its sum by twice C."""
+        for client in clients.client_ids if self._indices is not None else ():
+            samples, times = np.unique(self._indices(client), return_counts=True)
+            if (times > 1).any():
+                sample = int(samples[times.argmax()])
+                raise UserError(
+                    f"RecordPrivacy: client {client} has sample {sample} {times.max()} times, and "
+                    "ε is for a sample that its client has once. Use a partition without "
+                    "replacement, or clients' lists without repetitions."
+                )
 
     def on_local_end(self, clients: Clients) -> None:
         steps = clients.steps.to(torch.int64)

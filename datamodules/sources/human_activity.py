@@ -104,6 +104,10 @@ class HumanActivity(FederatedDataModule):
         self.train_set = TensorSamples(x, y)
         self.test_set = TensorSamples(x_test, y_test)
 
+    @property
+    def computed_from_samples(self) -> str:
+        return "the mean and deviation of each channel" if self.features == "signals" else ""
+
     def _part(self, part: str) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
         """Return inputs, labels from 0 and subjects of ``"train"`` or ``"test"``."""
         folder = self._folder / part

@@ -445,6 +445,12 @@ class FromTable(FederatedDataModule):
             x = scaled(x, self._scaled_by(len(y)), rows[0])
         self._set_rows(single(x, self.column_names, self.tell), y, *rows)
 
+    @property
+    def computed_from_samples(self) -> str:
+        found = ["the means and deviations of the columns"] if self.scale is not None else []
+        found += ["the categories of the columns"] if self.encoding.categories else []
+        return " and ".join(found)
+
     def tell(self, text: str) -> None:
         say(self.trainer, text)
 

@@ -15,6 +15,7 @@ from fl_lightning.aggregation import metric_states
 from fl_lightning.aggregation.metric_states import MetricStates, outside
 from fl_lightning.client.copy_sync import Objects, at, take_over
 from fl_lightning.client.gradient_accumulation import StepBatches, count_of
+from fl_lightning.client.linear_factors import LinearLayer
 from fl_lightning.client.step_hooks import StepHooks, dense, differentiated
 from fl_lightning.client.step_logs import LAST, StepLogs, items_of
 from fl_lightning.client.trainer_view import ClientProgress, nobody
@@ -66,7 +67,8 @@ class FlatLearner:
         # The point of another gradient of a step, of a gradient there, and of a pass between a loss
         # and its gradient: vectors of their own, with their views, once they were needed.
         self._vectors: dict[str, tuple[Tensor, list[Tensor]]] = {}
-        self.sample_memory: Tensor | None = None  # for the gradients of single samples (b, D)
+        self.sample_memory: Tensor | None = None  # for the gradients of single samples (b, R)
+        self.factored: list[LinearLayer] | None = None  # of their gradients; None: not known yet
         self._buffers_aside: dict[str, Tensor] = {}
         self._objects: Objects | None = None  # of the learner that this is a copy of
         self.forward_hooks: Any = None  # ForwardHooks, where methods look at passes
@@ -78,7 +80,7 @@ class FlatLearner:
         # not step these.
         self.missing: Sequence[int] = ()
         self._slots, self._own_buffers = buffer_slots(learner)
-        self.slots_of_parameters = slots_of_parameters(learner)
+        self.slots_of_parameters = slots_of_parameters(learner.named_modules())
         # Steps may assign new data to a frozen parameter that they write, so its first memory is
         # kept too.
         self._as_buffers: dict[str, tuple[nn.Parameter, Tensor]] = {}
@@ -205,7 +207,7 @@ class FlatLearner:
         with torch.no_grad():
             self.x.copy_(x.detach().view(1, -1))
 
-    def _vector(self, name: str) -> tuple[Tensor, list[Tensor]]:
+    def vector(self, name: str) -> tuple[Tensor, list[Tensor]]:
         """A vector ``(1, D)`` besides x and g, and its views."""
         if name not in self._vectors:
             vector = torch.empty_like(self.x)
@@ -214,19 +216,19 @@ class FlatLearner:
 
     def shifted(self, e: Tensor) -> AbstractContextManager[None]:
         """Within, the learner's parameters are at x + e, and gradients go to a second vector."""
-        torch.add(self.x, e, out=self._vector("point")[0])
+        torch.add(self.x, e, out=self.vector("point")[0])
         return self._elsewhere("second gradient")
 
     def at(self, point: Tensor) -> AbstractContextManager[None]:
         """Within, the learner is at ``point``, and gradients go to a third vector."""
-        self._vector("point")[0].copy_(point)
+        self.vector("point")[0].copy_(point)
         return self._elsewhere("third gradient")
 
     @contextmanager
     def _elsewhere(self, gradient: str) -> Iterator[None]:
         first = (self.g, self._views_of_g)
-        tie(self.parameters, self._vector("point")[1])
-        self.g, self._views_of_g = self._vector(gradient)
+        tie(self.parameters, self.vector("point")[1])
+        self.g, self._views_of_g = self.vector(gradient)
         try:
             yield
         finally:
@@ -242,7 +244,7 @@ class FlatLearner:
         It is in evaluation mode, unless ``training``. All that a pass has saved for its gradient
         stays as it is: the point and buffers have memory of their own, whose addresses are given.
         """
-        x, views = self._vector("aside")
+        x, views = self.vector("aside")
         x.copy_(point)
         found = [parameter.data for parameter in self.parameters]
         written = [parameter.data for parameter, _ in self._as_buffers.values()]

@@ -148,10 +148,13 @@ class LocalStep:
         self.perturb = methods.owner("perturbation")
         self.blind = methods.blind
         self.reduce = methods.owner("reduce_samples")
+        self.scale = methods.owner("scale_samples")
         self.reduced = methods.owner("on_samples_reduced")
         self.samples: SampleGradients | None = None
-        if self.reduce is not None:
-            self.samples = SampleGradients(model, work.samples_at_once)
+        if methods.reduced_by:
+            # Coordinates that are not trained lie anywhere in a layer.
+            factored = self.scale is not None and group.untrained is None
+            self.samples = SampleGradients(model, work.samples_at_once, factored)
         # `on_loss_gradient` changes only the loss gradient; `on_local_gradient` adds to the result.
         self.changes = methods.on_gradient(BEFORE_CLIPPING)
         self.directions = methods.on_gradient(AFTER_CLIPPING)
@@ -339,14 +342,19 @@ class LocalStep:
     def of_samples(self, samples: SampleGradients) -> Tensor:
         """Return a method's gradient ``(n, D)`` from those of the step's samples."""
         x = self.model.x
-        reduce = self.reduce
-        assert reduce is not None
         total = torch.zeros_like(x, dtype=torch.float64)
         for gradients in samples.of(self.batch, self.index):
             if self.untrained is not None:
-                gradients.masked_fill_(self.untrained[:, None], 0.0)
-            of_part = self.methods.call(reduce, self.clients, gradients)
-            total += checked_rows(reduce, of_part, x)
+                gradients.whole.masked_fill_(self.untrained, 0.0)
+            if self.scale is not None:
+                norms = gradients.norms()[None]
+                scales = self.methods.call(self.scale, self.clients, norms)
+                gradients.add(checked_rows(self.scale, scales, norms)[0], total[0])
+            else:
+                reduce = self.reduce
+                assert reduce is not None
+                of_part = self.methods.call(reduce, self.clients, gradients.whole[None])
+                total += checked_rows(reduce, of_part, x)
         if self.reduced is not None:
             given = self.methods.call(self.reduced, self.clients, total)
             total = total if given is None else checked_rows(self.reduced, given, x)

@@ -6,7 +6,7 @@ This file refuses parameters that cannot lie in one flat vector, or that would l
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +83,9 @@ def sharing(learner: nn.Module) -> Iterator[tuple[str, str]]:
                 yield other, name
 
 
-def slots_of_parameters(learner: nn.Module) -> Slots:
-    return [
-        (path, part, dict(part._parameters), dict(part._modules))
-        for path, part in learner.named_modules()
-    ]
+def slots_of_parameters(parts: Iterable[tuple[str, nn.Module]]) -> Slots:
+    """``parts``: a learner's ``named_modules()``."""
+    return [(path, part, dict(part._parameters), dict(part._modules)) for path, part in parts]
 
 
 def check_same_parameters(learner: nn.Module, slots: Slots) -> None:

@@ -418,7 +418,7 @@ class Clients(HookSubject):
                 "only a method with the attribute clients_draw_from may call "
                 "clients.private_generator"
             )
-        content = onto.detach().cpu().contiguous().numpy().tobytes()
+        content = onto.detach().cpu().contiguous().view(-1).numpy().data
         (client,) = self.client_ids
         return drawn_from(key, purpose, self.round, client, step, onto=content)
 

@@ -115,7 +115,7 @@ class GlobalModel:
         check_precision(self.learner)  # Lightning or a hook may have converted the parameters since
         if self._w is None or not self._is_tied(parameters):
             self._take_over(flatten([p.detach() for p in parameters]))
-        self._slots = slots_of_parameters(self.learner)
+        self._slots = slots_of_parameters(self.learner.named_modules())
         tie(parameters, self._layout.views(self.evaluated.detach()))
 
     def _is_tied(self, parameters: Sequence[Tensor]) -> bool:

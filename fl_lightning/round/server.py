@@ -209,7 +209,7 @@ class Server(HookSubject):
             raise RuntimeError(
                 "only a method with the attribute draws_from may call server.private_generator"
             )
-        content = onto.detach().cpu().contiguous().numpy().tobytes()
+        content = onto.detach().cpu().contiguous().view(-1).numpy().data
         return drawn_from(self._round.noise, "method: " + purpose, self.round, onto=content)
 
     def _guard_rows(self, key: str, declaration: Declaration) -> None:

@@ -44,7 +44,9 @@ class Secret:
     def __deepcopy__(self, memo: Any) -> None:
         """A copy has none."""
 
-    def generator(self, purpose: str, *counters: int, onto: bytes = b"") -> np.random.Generator:
+    def generator(
+        self, purpose: str, *counters: int, onto: bytes | memoryview = b""
+    ) -> np.random.Generator:
         """Return the generator for (secret, purpose, counters, digest of ``onto``).
 
         Raises:
@@ -82,7 +84,9 @@ NOT_YET = Secret("", b"")
 Key = int | Secret
 
 
-def drawn_from(key: Key, purpose: str, *counters: int, onto: bytes = b"") -> np.random.Generator:
+def drawn_from(
+    key: Key, purpose: str, *counters: int, onto: bytes | memoryview = b""
+) -> np.random.Generator:
     """Generator of a secret or a seed for (purpose, counters), up to three, such as (round, client,
     step); a secret's also for ``onto``.
     """

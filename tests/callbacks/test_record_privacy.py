@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fl_lightning import ClientState, FederatedCallback, InMemoryDataModule, UserError
 from fl_lightning import callbacks as c
 from fl_lightning.callbacks import RecordPrivacy
-from fl_lightning.datamodules import FromDatasets
+from fl_lightning.datamodules import FromDatasets, FromTable
 from fl_lightning.lab.contracts import federation
 from fl_lightning.lab.contracts.federation import SIZES, Learner, data, in_processes, outcome, quiet
 from fl_lightning.round.privacy import calibrated, epsilon
@@ -528,7 +528,39 @@ def test_data_that_mix_samples_are_refused() -> None:
 
 def test_what_is_measured_on_samples_is_named() -> None:
     module = run(known(), c.DriftLogger())
-    assert any("what DriftLogger measures" in note for note in module.notes)
+    assert any("the measurements of DriftLogger" in note for note in module.notes)
+
+
+def test_values_that_the_data_compute_from_all_samples_are_named() -> None:
+    """Each sample of a standardised table depends on the client's others."""
+    pd = pytest.importorskip("pandas", reason="pip install 'fl-lightning[tables]'")
+    draw = np.random.default_rng(0)
+    frame = pd.DataFrame(draw.normal(size=(60, 3)), columns=["a", "b", "c"])
+    frame["y"] = draw.integers(0, 3, 60)
+    frame["who"] = np.arange(60) % 6
+    scaled = FromTable(frame, target="y", client="who", scale="client", batch_size=4)
+    module = run(known(), federation=scaled, learner=InSingle())
+    assert any("the means and deviations of the columns" in note for note in module.notes)
+
+
+class InSingle(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
+def test_a_client_that_has_a_sample_twice_is_refused(sampling: Any) -> None:
+    """It would move the client's sum by twice C."""
+    x, y = data()._given_sets["train"]
+    clients = [np.array([0, 1, 2]), np.array([3, 4, 5, 4])]
+    twice = InMemoryDataModule((x, y), clients=clients, batch_size=2)
+    with pytest.raises(UserError, match="client 1 has sample 4 2 times"):
+        run(known(sampling=sampling), federation=twice, participation="all")
 
 
 @pytest.mark.parametrize(

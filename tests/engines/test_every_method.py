@@ -216,7 +216,7 @@ def test_stacked_clients_agree_with_sequential(name: str) -> None:
     states of the clients' own optimizers that are kept cannot be stacked."""
     callbacks, settings = CASES[name]()
     federated = [method for method in callbacks if isinstance(method, FederatedCallback)]
-    if any(method.taps or method.has("reduce_samples") for method in federated):
+    if any(method.taps or method.has("scale_samples") for method in federated):
         with pytest.raises(UserError, match="stacked"):
             ran(name, "stacked")
         return

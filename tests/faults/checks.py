@@ -44,6 +44,7 @@ CORE: dict[str, list[str]] = {
         HOOKS,
         STEPS,
         "tests/callbacks/test_clustered_models.py",
+        "tests/callbacks/test_record_privacy.py",
         ORACLE,
     ],
     "fl_lightning/round/client_group.py": [HOOKS, STEPS, ORACLE],
@@ -206,6 +207,14 @@ def of_method(file: str) -> list[str]:
 
 
 OTHERS: dict[str, list[str]] = {  # files of named faults alone
+    "fl_lightning/client/linear_factors.py": [
+        "tests/client/test_linear_factors.py",
+        "tests/callbacks/test_record_privacy.py",
+    ],
+    "fl_lightning/client/sample_gradients.py": [
+        "tests/client/test_linear_factors.py",
+        "tests/callbacks/test_record_privacy.py",
+    ],
     "fl_lightning/aggregation/exchange.py": DECENTRALISED,
     "fl_lightning/round/neighbourhood.py": DECENTRALISED,
     **{

@@ -18,6 +18,8 @@ META = "callbacks/personal/meta_gradient.py"
 PRIVACY = "callbacks/robust/differential_privacy.py"
 RECORDS = "callbacks/robust/record_privacy.py"
 STEP = "fl_lightning/client/local_step.py"
+FACTORS = "fl_lightning/client/linear_factors.py"
+SAMPLES = "fl_lightning/client/sample_gradients.py"
 ALIGNED = "callbacks/drift/aligned_duals.py"
 ADMM = "callbacks/drift/augmented_models.py"
 DYN = "callbacks/drift/dynamic_regularization.py"
@@ -180,11 +182,11 @@ MODERN_FAULTS = [
     ),
     Fault(
         "DP-SGD: samples are not clipped",
-        [(RECORDS, "alpha=min(1.0, self.clip / norm) if norm > 0 else 1.0", "alpha=1.0")],
+        [(RECORDS, "(self.clip / norms).clamp(max=1.0)", "torch.ones_like(norms)")],
     ),
     Fault(
-        "DP-SGD: the sum is clipped, and not each sample",
-        [(RECORDS, "gradients.unbind(1)", "[gradients.sum(1)]")],
+        "DP-SGD: samples are scaled by the mean norm, and not each by its own",
+        [(RECORDS, "(self.clip / norms)", "(self.clip / norms.mean(1, keepdim=True))")],
     ),
     Fault(
         "DP-SGD: the noise is that of a mean, and not of a sum",
@@ -206,7 +208,7 @@ MODERN_FAULTS = [
     ),
     Fault(
         "DP-SGD: what is not finite makes the sum so",
-        [(RECORDS, "if math.isfinite(norm):", "if True:")],
+        [(FACTORS, "used = scales != 0", "used = scales == scales")],
     ),
     Fault(
         "DP-SGD: a step is divided by its own number of samples",
@@ -232,7 +234,19 @@ MODERN_FAULTS = [
     ),
     Fault(
         "the gradient of a sample has what is not trained",
-        [(STEP, "gradients.masked_fill_(self.untrained[:, None], 0.0)", "pass")],
+        [(STEP, "gradients.whole.masked_fill_(self.untrained, 0.0)", "pass")],
+    ),
+    Fault(
+        "the norm of a sample's gradient lacks the bias",
+        [(FACTORS, "ones = 0 if bias is None else 1", "ones = 0")],
+    ),
+    Fault(
+        "a linear layer that a step calls twice has the gradient of one call",
+        [(FACTORS, "again = index in self.inputs", "again = False")],
+    ),
+    Fault(
+        "a linear layer whose weights are used elsewhere lacks that gradient",
+        [(SAMPLES, "if losses.requires_grad or recorder.missing()", "if recorder.missing()")],
     ),
     Fault(
         "the direction of a step is that of the gradient",
