@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 
 from fl_lightning.accepted import PositiveInt
@@ -24,7 +26,7 @@ class Named(Given, nn.Module):
         if lora is not None:
             peft = optional("peft", "lora", f"{type(self).__name__} with lora")
             # The last layer is new, so it is trained whole.
-            given = {"modules_to_save": [_head(network)], **lora}
+            given = {"modules_to_save": [_head(network)], **_typed(lora)}
             try:
                 self.network = peft.get_peft_model(network, peft.LoraConfig(**given))
             except (TypeError, ValueError) as error:
@@ -70,7 +72,7 @@ class Timm(Named):
                 "print(timm.list_models())' prints their names."
             )
         known = timm.get_pretrained_cfg(name)
-        given = {"num_classes": num_classes, "in_chans": in_channels, **(options or {})}
+        given = {"num_classes": num_classes, "in_chans": in_channels, **_typed(options)}
         # Other networks take images of any size, and have no such argument.
         if input_size is not None and known is not None and known.fixed_input_size:
             given.setdefault("img_size", input_size)
@@ -118,7 +120,8 @@ class Torchvision(Named):
                 "print(torchvision.models.list_models())' prints their names."
             )
         try:
-            network = torchvision.models.get_model(name, num_classes=num_classes, **(options or {}))
+            given = {"num_classes": num_classes, **_typed(options)}
+            network = torchvision.models.get_model(name, **given)
         except (TypeError, ValueError) as error:
             raise _not_made("Torchvision", name, options, error) from error
         if in_channels != 3:
@@ -127,6 +130,16 @@ class Torchvision(Named):
             file = _weights_of_torchvision(name) if pretrained is True else _file(name, pretrained)
             _load(network, name, file)
         super().__init__(network, lora)
+
+
+def _typed(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return options with numbers in place of their texts, as ``--….lora.r 4`` gives them."""
+    found = dict(options or {})
+    for name, value in found.items():
+        if isinstance(value, str):
+            with suppress(yaml.YAMLError):
+                found[name] = yaml.safe_load(value)
+    return found
 
 
 def _not_made(kind: str, name: str, options: Any, error: Exception) -> UserError:

@@ -110,6 +110,16 @@ def test_the_packaged_lora_trains_factors_and_the_head() -> None:
     assert (sum(numbers.values()), numbers[True]) == (5_565_140, 75_658)
 
 
+def test_one_argument_of_the_adapters_may_be_given_on_the_command_line() -> None:
+    pytest.importorskip("timm")
+    pytest.importorskip("peft")
+    own = ("--model.learner.network.lora.r", "4")
+    found = learner("-c", "data/cifar10", "-c", "model/lora_vision", *own)
+    network = Timm(**found["init_args"]["network"]["init_args"])
+    factors = [each for name, each in network.named_parameters() if "lora_A" in name]
+    assert [each.shape for each in factors] == [(4, 192)] * 12
+
+
 def test_timm_s_own_options_reach_the_network() -> None:
     network = small_deit(options={**SMALL, "drop_path_rate": 0.5}).network
     assert network.blocks[-1].drop_path1.drop_prob == 0.5

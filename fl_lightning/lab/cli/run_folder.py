@@ -160,7 +160,9 @@ def _with_first_columns(summary: Any) -> Any:
     content = summary.value[0].metadata.plugin_data
     data = HParamsPluginData.FromString(content.content)
     names = {info.name for info in data.experiment.hparam_infos}
-    first = {*FIRST_COLUMNS, "learner/network" if "learner/network" in names else "learner"}
+    # A library's network has a name; a network of your own, or none, is told by its class.
+    kinds = ("learner/network/name", "learner/network", "learner")
+    first = {*FIRST_COLUMNS, next((kind for kind in kinds if kind in names), "")}
     for info in data.experiment.hparam_infos:
         info.differs = info.name in first or info.name.startswith("method/")
     content.content = data.SerializeToString()
