@@ -2,7 +2,8 @@
 with privacy of single samples, and Opacus's, if it is installed.
 
 Medians over rounds of 100 steps, interleaved, on one thread; making the batches is not counted.
-Ratios are to the step without privacy, round by round. ``--parts`` also prints how long the parts
+CPU time, so that other programs on the machine count little. Ratios are to the step without
+privacy, round by round. ``--parts`` also prints how long the parts
 of one private step take.
 """
 
@@ -36,7 +37,7 @@ def ours(*methods: Any) -> Round:
     run = Ours(WORK, "sequential", methods, buffers="keep")
 
     def round() -> float:
-        with local_steps_timed() as watched:
+        with local_steps_timed(time.process_time) as watched:
             watched.steps = 0.0
             run.round()
         return watched.steps / STEPS
@@ -68,12 +69,12 @@ def opacus(mode: str) -> Round:
     batches = list(zip(x.split(WORK.batch_size), y.split(WORK.batch_size), strict=True))
 
     def round() -> float:
-        began = time.perf_counter()
+        began = time.process_time()
         for x, y in batches:
             optimizer.zero_grad()
             criterion(model(x), y).backward()
             optimizer.step()
-        return (time.perf_counter() - began) / len(batches)
+        return (time.process_time() - began) / len(batches)
 
     return round
 
@@ -97,11 +98,11 @@ def parts(rounds: int) -> dict[str, float]:
 
     def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def around(*arguments: Any, **named: Any) -> Any:
-            began = time.perf_counter()
+            began = time.process_time()
             try:
                 return call(*arguments, **named)
             finally:
-                spent[name] = spent.get(name, 0.0) + time.perf_counter() - began
+                spent[name] = spent.get(name, 0.0) + time.process_time() - began
 
         return around
 

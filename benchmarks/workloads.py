@@ -309,7 +309,7 @@ class Watched:
 
 
 @contextmanager
-def local_steps_timed() -> Iterator[Watched]:
+def local_steps_timed(clock: Callable[[], float] = time.perf_counter) -> Iterator[Watched]:
     """While it is open, the time of every local step of this process is added up."""
     watched = Watched()
     # Only here: `benchmarks.checkouts` also reads this file in checkouts with other module names.
@@ -319,16 +319,16 @@ def local_steps_timed() -> Iterator[Watched]:
     batches = FederatedDataModule.client_batches
 
     def timed_step(*arguments: Any) -> None:
-        began = time.perf_counter()
+        began = clock()
         step(*arguments)
-        watched.steps += time.perf_counter() - began
+        watched.steps += clock() - began
 
     def timed_batches(*arguments: Any, **given: Any) -> Iterator[Any]:
         made = batches(*arguments, **given)
         while True:
-            began = time.perf_counter()
+            began = clock()
             batch = next(made, None)
-            watched.reading += time.perf_counter() - began
+            watched.reading += clock() - began
             if batch is None:
                 return
             yield batch

@@ -21,7 +21,7 @@ from fl_lightning.lab.contracts.check_report import (
     NotApplicable,
     where,
 )
-from fl_lightning.lab.contracts.federation import ROUNDS, fit, quiet
+from fl_lightning.lab.contracts.federation import ROUNDS, fit, quiet, unprinted
 from fl_lightning.module import FederatedModule
 
 __all__ = ["INVARIANTS", "Check", "CheckReport", "check_method", "tiny_run"]
@@ -68,7 +68,7 @@ def check_method(factory: Callable[..., FederatedCallback]) -> CheckReport:
     >>> report.ok, report["client hooks set nothing on self"].reason
     (False, 'on_local_end set or changed self.last')
     """
-    with quiet():
+    with quiet(), unprinted():
         method = small_runs.Method(factory)
         checks: list[Check] = []
         for name, check in INVARIANTS.items():

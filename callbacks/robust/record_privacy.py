@@ -250,7 +250,9 @@ class RecordPrivacy(FederatedCallback):
 
     def on_local_start(self, clients: Clients) -> None:
         """Refuse a client that has a sample twice, which would move its sum by twice C."""
-        for client in clients.client_ids if self._indices is not None else ():
+        if self._indices is None:
+            return
+        for client in clients.client_ids:
             samples, times = np.unique(self._indices(client), return_counts=True)
             if (times > 1).any():
                 sample = int(samples[times.argmax()])

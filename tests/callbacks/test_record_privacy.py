@@ -304,6 +304,14 @@ def test_epsilon_is_the_library_s(sampling: Any) -> None:
         assert float(module.trainer.callback_metrics["privacy/record_noise"]) == sigma
 
 
+def test_shuffled_batches_claim_no_amplification() -> None:
+    """Also of clients with several batches, which the client that has spent most need not have."""
+    module = run(known(0.5, 4.0, sampling="shuffle"), rounds=1, participation="all", local_steps=5)
+    assert module.server_states["RecordPrivacy.shares"].tolist() == [1.0] * len(SIZES)
+    epochs = [math.ceil(5 / math.ceil(size / 4)) for size in SIZES]
+    assert module.server_states["RecordPrivacy.counted"].tolist() == epochs
+
+
 def test_the_least_noise_is_found_and_the_run_stops_before_it_exceeds(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

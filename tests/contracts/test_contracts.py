@@ -179,6 +179,18 @@ def test_the_report_is_a_table_with_reasons_and_hints() -> None:
     assert "what: on_local_end set or changed self.latest" in str(bad) and "hint: " in str(bad)
 
 
+def test_what_methods_print_in_each_of_many_runs_is_not_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Prints(FederatedCallback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.print("spent so far")
+            raise RuntimeError("no more")
+
+    assert not check_method(Prints).ok
+    assert "spent" not in capsys.readouterr().out
+
+
 def test_an_error_in_every_run_is_the_whole_report() -> None:
     report = check_method(Nothing)
     assert not report.ok and {check.verdict for check in report.checks[1:]} == {"n/a"}

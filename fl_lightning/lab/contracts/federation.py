@@ -198,6 +198,17 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
+@contextmanager
+def unprinted() -> Iterator[None]:
+    """Within, methods' ``trainer.print`` shows nothing: each of many runs would end with it."""
+    own = pl.Trainer.print
+    pl.Trainer.print = lambda *_, **__: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        pl.Trainer.print = own  # type: ignore[method-assign]
+
+
 class Watch(pl.Callback):
     """Calls ``started(module)`` before the first round and ``ended(module)`` after each."""
 
