@@ -256,11 +256,15 @@ class FromEdges(Topology):
         directed: bool = False,
     ) -> None:
         self.directed = directed
-        try:
-            pairs = np.asarray(edges, dtype=np.float64).reshape(-1, 2)
-        except ValueError:
-            pairs = np.full((1, 2), -1.0)
-        if (pairs != np.floor(pairs)).any() or (pairs < 0).any():
+        pairs = _numbers(edges)
+        pairs = pairs if pairs.size else pairs.reshape(0, 2)
+        # Other shapes, such as (2, E), have as many numbers, and would be another graph.
+        if pairs.ndim != 2 or pairs.shape[1] != 2:
+            raise UserError(
+                f"topology: {self.source}: edges have to be pairs of clients, of shape (E, 2), and "
+                f"have shape {pairs.shape}."
+            )
+        if (pairs != np.floor(pairs)).any() or (pairs < 0).any() or (pairs >= 2**53).any():
             raise UserError(
                 f"topology: {self.source}: edges are pairs of clients, whole numbers from 0."
             )
@@ -270,7 +274,9 @@ class FromEdges(Topology):
         order = np.lexsort(self._pairs.T[::-1])
         self._pairs = self._pairs[order]
         if weights is not None:
-            self.weights = np.asarray(weights, dtype=np.float64)
+            self.weights = _numbers(weights)
+            if self.weights.ndim != 1:
+                raise UserError(f"topology: {self.source}: weights have to be one number per edge.")
         check_edges(f"topology: {self.source}", self._pairs, self.weights)
         self.weights = None if self.weights is None else self.weights[order]
 
@@ -288,8 +294,8 @@ class FromEdges(Topology):
 class FromFile(FromEdges):
     """The edges of a CSV file with the header ``sender,receiver`` or ``sender,receiver,weight``.
 
-    Clients are written by their numbers from 0. If one of them is not a number, all are names: the
-    data's ``client_names``.
+    Clients are written by their numbers from 0, or by their names: the data's ``client_names``. If
+    all that the file has are names of the data, they are names, also names such as ``"12"``.
 
     Args:
         path: of the file.
@@ -305,21 +311,27 @@ class FromFile(FromEdges):
         self.directed = directed
         header, rows = self._read()
         weights = [float(row[2]) for row in rows.values()] if len(header) == 3 else None
-        self._named: dict[int, list[str]] = {}  # line -> names of sender and receiver
-        pairs = {line: row[:2] for line, row in rows.items()}
-        if all(map(_is_number, chain(*pairs.values()))):
-            numbers: list[Any] = [list(map(float, pair)) for pair in pairs.values()]
-            super().__init__(numbers, weights, directed)
-            return
-        self._named = pairs
+        self._lines = {line: row[:2] for line, row in rows.items()}  # sender and receiver
         self._weights = weights
-        self.weights = None if weights is None else np.asarray(weights, np.float64)
+        self._named = not all(map(_is_number, chain(*self._lines.values())))
+        self._text = ""
+        if self._named:
+            self.weights = None if weights is None else np.asarray(weights, np.float64)
+        else:
+            self._by_number()
+            self._text = super().__repr__()
+
+    def _by_number(self) -> None:
+        numbers: list[Any] = [list(map(float, pair)) for pair in self._lines.values()]
+        super().__init__(numbers, self._weights, self.directed)
 
     def name_clients(self, names: Sequence[str]) -> None:
-        if self._named:
-            numbers = {name: number for number, name in enumerate(names)}
+        numbers = {str(name): number for number, name in enumerate(names)}
+        if not self._named and not numbers.keys() >= {*chain(*self._lines.values())}:
+            self._by_number()
+        else:
             pairs = []
-            for line, pair in self._named.items():
+            for line, pair in self._lines.items():
                 for name in pair:
                     if name not in numbers:
                         raise self._unknown(line, name, names)
@@ -348,10 +360,10 @@ class FromFile(FromEdges):
 
     def __repr__(self) -> str:
         if not self._named:
-            return super().__repr__()
-        content = hashlib.sha256(repr([*self._named.values(), self._weights]).encode())
+            return self._text
+        content = hashlib.sha256(repr([*self._lines.values(), self._weights]).encode())
         kind = "directed edges" if self.directed else "edges"
-        return f"{type(self).__name__}({len(self._named)} {kind}, {content.hexdigest()[:12]})"
+        return f"{type(self).__name__}({len(self._lines)} {kind}, {content.hexdigest()[:12]})"
 
     def _read(self) -> tuple[list[str], dict[int, list[str]]]:
         """Return the header, and the cells of each line."""
@@ -382,6 +394,14 @@ class FromFile(FromEdges):
                 "numbered from 0, in the order of clients.csv and partition.csv."
             ) from error
         return header, rows
+
+
+def _numbers(values: Any) -> Floats:
+    """Return an array of floats; of shape (1, 2) and negative if the values are not numbers."""
+    try:
+        return np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        return np.full((1, 2), -1.0)
 
 
 def _is_number(text: str) -> bool:

@@ -48,7 +48,9 @@ from fl_lightning.topologies import (
 
 def not_all_there(method: Gossip, run: RunFacts) -> bool:
     """Return whether a directed graph's clients may be away, so that models lose their mean."""
-    away = run.n < run.m or run.on_nonfinite != "stop" or "SystemHeterogeneity" in run.companions
+    # Independent participation may leave out clients even if its mean rounds to all of them.
+    drawn = run.n < run.m or run.sampling != "uniform"
+    away = drawn or run.on_nonfinite != "stop" or "SystemHeterogeneity" in run.companions
     return method.topology.directed and away
 
 
@@ -96,9 +98,9 @@ class Gossip(WithoutServer):
         *WithoutServer.notes,
         Refusal(
             "{topology} is directed, and if a client is away the weights of the others do not add "
-            "up to 1 any more, so the models lose their mean. Use PushSum, which any directed "
-            "graph allows; or participation='all', on_nonfinite='stop' and no "
-            "SystemHeterogeneity.",
+            "up to 1 any more, so a client's new model is not a mean of models. Use PushSum, "
+            "which any directed graph allows; or participation='all', sampling='uniform', "
+            "on_nonfinite='stop' and no SystemHeterogeneity.",
             when=not_all_there,
         ),
     )

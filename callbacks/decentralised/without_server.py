@@ -132,6 +132,9 @@ class WithoutServer(FederatedCallback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.topology.name_clients(getattr(trainer.datamodule, "client_names", ()))
+        # In another fit the same names may be other clients.
+        links_of.cache_clear()
+        weights_in.cache_clear()
 
     def check_layout(self, layout: Layout, num_clients: int, w: Tensor) -> None:
         super().check_layout(layout, num_clients, w)
@@ -239,7 +242,8 @@ class WithoutServer(FederatedCallback):
 
     @property
     def _complete(self) -> bool:
-        return isinstance(self.topology, FullyConnected)
+        # A class that extends FullyConnected may have other edges.
+        return type(self.topology) is FullyConnected and self.topology.weights is None
 
     def _version(self, t: int) -> int:
         """Return the round by which the graph of round t is known."""

@@ -5,6 +5,7 @@ Nothing is ever downloaded.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -47,8 +48,8 @@ def network(
         fixed: further entries of the architecture.
 
     Raises:
-        UserError: a library is missing, a folder has no network, an architecture cannot be made,
-            a pattern matches no parameter, or nothing is frozen whose type is asked for.
+        UserError: a library is missing, a folder has no network or one of another architecture, an
+            architecture cannot be made, a pattern matches no parameter, or nothing is frozen whose type is asked for.
     """
     chosen = {"lora": lora, "trainable": trainable, "heads": heads}
     check_trained(wanted_by, base_dtype, quantize, chosen)
@@ -159,6 +160,13 @@ def _read(
             f"{wanted_by}: path is {str(path)!r}, which is not a folder with config.json. Give a "
             "local folder that save_pretrained wrote or that was downloaded by hand; nothing is "
             "downloaded."
+        )
+    kind = json.loads((path / "config.json").read_text("utf-8")).get("model_type")
+    if entries.get("model_type", kind) != kind:
+        raise UserError(
+            f"{wanted_by}: path is {str(path)!r}, which has a network of model_type {kind!r}, and "
+            f"config.model_type is {entries['model_type']!r}. To use the folder's own architecture "
+            "leave config out; on the command line add --model.learner.config null."
         )
     bars = transformers.utils.logging
     shown = bars.is_progress_bar_enabled()

@@ -276,9 +276,11 @@ def test_what_needs_a_server_is_refused(beside, options, text):
     [
         ({"participation": 4}, ()),
         ({"participation": "all", "on_nonfinite": "skip"}, ()),
+        # The mean number of participants is 5.7, which rounds to all 6.
+        ({"participation": 0.95, "sampling": "bernoulli", "rounds": 1}, ()),
         ({"participation": "all"}, (SystemHeterogeneity(dropout=0.1),)),
     ],
-    ids=["participation", "skip", "dropout"],
+    ids=["participation", "skip", "bernoulli", "dropout"],
 )
 def test_a_directed_graph_needs_everybody_or_push_sum(options, beside):
     with pytest.raises(UserError, match=r"is directed.*Use PushSum"):
@@ -381,6 +383,11 @@ EDGES = [
     (lambda: FromEdges([[0, 1], [1, 0]]), r"the edge \(0, 1\) is given twice"),
     (lambda: FromEdges([[0, 1]], [0.1, 0.2]), "1 edges and 2 weights"),
     (lambda: FromEdges([[0, 1.5]]), "whole numbers"),
+    (lambda: FromEdges([[0, 1e30]]), "whole numbers from 0"),
+    (lambda: FromEdges([["a", "b"]]), "numbers from 0"),  # type: ignore[list-item]
+    (lambda: FromEdges([[0, 1, 2], [1, 2, 3]]), r"of shape \(E, 2\), and have shape \(2, 3\)"),
+    (lambda: FromEdges([0, 1, 2, 3]), r"have shape \(4,\)"),  # type: ignore[list-item]
+    (lambda: FromEdges([[0, 1]], [[0.1]]), "one number per edge"),  # type: ignore[list-item]
     (lambda: RandomRegular(0), "degree=0"),
     (lambda: ErdosRenyi(0.0), "p=0.0"),
     (lambda: Gossip(gossip_steps=0), "gossip_steps=0"),
@@ -452,15 +459,73 @@ def test_a_graph_from_a_file_with_the_clients_names(tmp_path):
             FromFile(str(path)).name_clients(names)
 
 
+def federation(names: list[Any]) -> FromTable:
+    """Twelve rows of three clients, which have these names."""
+    table = pandas.DataFrame({"a": range(12), "y": [0, 1] * 6, "who": names * 4})
+    return FromTable(table, target="y", client="who", batch_size=4)
+
+
+def alike(method: Gossip, names: list[Any]) -> set[tuple[str, str]]:
+    """Pairs of clients, by name, that have equal models after a round."""
+    module = FederatedModule(
+        Classifier(torch.nn.Linear(1, 2), num_classes=2), seed=0, participation="all", **OWN
+    )
+    data = federation(names)
+    trainer(1, [method]).fit(module, data)
+    models = [module.client_rows.read("Gossip.x", i) for i in range(3)]
+    return {
+        (data.client_names[i], data.client_names[j])
+        for i in range(3)
+        for j in range(i)
+        if torch.allclose(models[i], models[j], rtol=0, atol=1e-6)
+    }
+
+
+def test_a_graph_has_the_names_of_each_fit(tmp_path):
+    path = tmp_path / "graph.csv"
+    path.write_text("sender,receiver\nzoe,ann\n")
+    method = Gossip(FromFile(str(path)))
+    assert alike(method, ["ann", "bob", "zoe"]) == {("zoe", "ann")}
+    assert alike(method, ["ann", "zoe", "zora"]) == {("zoe", "ann")}
+
+
+@pytest.mark.parametrize(
+    ("names", "pair"),
+    [([1, 2, 3], ("2", "1")), ([10, 1, 11], ("11", "10"))],
+)
+def test_numbers_in_a_graphs_file_are_names_if_all_of_them_are(tmp_path, names, pair):
+    path = tmp_path / "graph.csv"
+    path.write_text("sender,receiver\n1,2\n")
+    method = Gossip(FromFile(str(path)))
+    text = repr(method.topology)
+    assert alike(method, names) == {pair}
+    assert repr(method.topology) == text  # a resumed run compares it
+
+
+class Pair(FullyConnected):
+    """Extends another class, and has one edge."""
+
+    def edges(self, m: int, t: int, seed: int) -> Any:
+        return np.array([[0, 1]])
+
+
+def test_a_class_that_extends_fully_connected_has_its_own_edges():
+    ours, theirs = (
+        tiny_run(Gossip(graph), rounds=1, participation="all", **OWN)
+        for graph in (Pair(), FromEdges([[0, 1]]))
+    )
+    first = ours.run.state.initial_vector
+    np.testing.assert_array_equal(rows(ours, "Gossip.x", first), rows(theirs, "Gossip.x", first))
+
+
 def test_a_run_on_a_graph_with_the_clients_names(tmp_path):
     path = tmp_path / "graph.csv"
     path.write_text("sender,receiver\nzoe,ann\nann,bob\nzoe,bob\n")
-    data = pandas.DataFrame({"a": range(12), "y": [0, 1] * 6, "who": ["bob", "zoe", "ann"] * 4})
     method = Gossip(FromFile(str(path)))
     learner = Classifier(torch.nn.Linear(1, 2), num_classes=2)
     module = FederatedModule(learner, seed=0, **OWN)
     run = trainer(1, [method])
-    run.fit(module, FromTable(data, target="y", client="who", batch_size=4))
+    run.fit(module, federation(["bob", "zoe", "ann"]))
     assert "of 3 clients, 3 edges, degrees 2 to 2" in method.facts()["topology"]
     with pytest.raises(UserError, match=r"line 2: 'zoe' is a name"):
         tiny_run(Gossip(FromFile(str(path))), participation="all", **OWN)

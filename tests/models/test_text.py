@@ -172,6 +172,16 @@ def test_a_folder_in_half_precision_is_trained_in_single_and_its_entries_can_be_
     )
 
 
+def test_a_folder_of_another_architecture_is_told_before_its_weights_are_read(
+    tmp_path: Path,
+) -> None:
+    CausalLanguageModel(config=opt()).network.save_pretrained(tmp_path)
+    with pytest.raises(
+        UserError, match=r"model_type 'opt', and config\.model_type is 'llama'.*null"
+    ):
+        CausalLanguageModel(path=str(tmp_path), config={"model_type": "llama"})
+
+
 def test_a_checkpoint_loads_as_lightning_does(tmp_path: Path) -> None:
     data = TextClassification(multinli_files(tmp_path / "data"), length=24, batch_size=8)
     learner = TextClassifier(3, config=opt())
