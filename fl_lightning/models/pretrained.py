@@ -49,7 +49,8 @@ def network(
 
     Raises:
         UserError: a library is missing, a folder has no network or one of another architecture, an
-            architecture cannot be made, a pattern matches no parameter, or nothing is frozen whose type is asked for.
+            architecture cannot be made, a pattern matches no parameter, or nothing is frozen whose
+            type is asked for.
     """
     chosen = {"lora": lora, "trainable": trainable, "heads": heads}
     check_trained(wanted_by, base_dtype, quantize, chosen)

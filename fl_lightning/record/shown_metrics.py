@@ -31,15 +31,19 @@ def shown_metrics(trainer: Any) -> list[str]:
 def compared_metrics(trainer: Any) -> list[str]:
     """Return the metrics by which runs are compared, known before the first round.
 
-    These are accuracy, losses, the metrics that callbacks monitor, and the clients' own ones if
-    PerClientEvaluation measures them.
+    These are accuracy, losses, the metrics that callbacks monitor, those that a packaged learner
+    was given by name, and the clients' own ones if PerClientEvaluation measures them.
     """
-    names = dict.fromkeys(["val/acc", *_monitored(trainer), "val/loss", "train/loss"])
+    named = getattr(getattr(trainer.lightning_module, "learner", None), "val_metrics", ())
+    names = dict.fromkeys(
+        ["val/acc", *_monitored(trainer), *(f"val/{name}" for name in named)]
+        + ["val/loss", "train/loss"]
+    )
     of_clients = []
     if any(hasattr(callback, "of_own_models") for callback in trainer.callbacks):
         for name in names:
             if (bare := without_prefix(name)) != name and not name.startswith("train"):
-                of_clients += [f"clients/{bare}", f"clients/{bare}_worst10"]
+                of_clients += [f"clients/{bare}{of}" for of in ("", "_weighted", "_worst10")]
     return list(dict.fromkeys([*names, *of_clients]))
 
 

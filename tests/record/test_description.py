@@ -152,7 +152,7 @@ def test_the_run_folder_of_the_command_line_has_them_in_tensorboard(cli: Cli) ->
     words = "fit -c base -c trainer/cpu --trainer.max_epochs 1 --model.participation 1 --data.num_"
     words += "clients 4 --data.client_test_fraction 0.25 --trainer.callbacks+=PerClientEvaluation"
     words += " --model.client_optimizer AdamW --model.client_optimizer.lr 0.002"
-    own = ("--data.augment", "[{crop: {padding: 2}}, mixup]", "--monitor", "clients/acc_weighted")
+    own = ("--data.augment", "[{crop: {padding: 2}}, mixup]", "--model.learner.metrics", "[f1]")
     sizes = ("--model.learner.network.sizes", "[null, 12, null]")
     made = cli(*typed(words), *own, *sizes, "--trainer.default_root_dir", "x")
     assert made.returncode == 0, made.stderr
@@ -173,7 +173,8 @@ def test_the_run_folder_of_the_command_line_has_them_in_tensorboard(cli: Cli) ->
     first = {info.name for info in experiment.hparam_infos if info.differs}
     assert first == {"client_optimizer/lr", "data", "learner/network", "method", "seed"}
     compared = {info.name.tag for info in experiment.metric_infos}
-    assert {"val/acc", "clients/acc", "clients/acc_worst10", "clients/acc_weighted"} <= compared
+    assert {"val/acc", "val/f1", "clients/f1", "clients/acc_worst10"} <= compared
+    assert "clients/acc_weighted" in compared
     card = (cli.folder / "x/card.md").read_text()
     rows = [
         "learner | Classifier (MLP), ",
