@@ -35,10 +35,8 @@ def compared_metrics(trainer: Any) -> list[str]:
     was given by name, and the clients' own ones if PerClientEvaluation measures them.
     """
     named = getattr(getattr(trainer.lightning_module, "learner", None), "val_metrics", ())
-    names = dict.fromkeys(
-        ["val/acc", *_monitored(trainer), *(f"val/{name}" for name in named)]
-        + ["val/loss", "train/loss"]
-    )
+    of_learner = (f"val/{name}" for name in named)
+    names = dict.fromkeys(["val/acc", *_monitored(trainer), *of_learner, "val/loss", "train/loss"])
     of_clients = []
     if any(hasattr(callback, "of_own_models") for callback in trainer.callbacks):
         for name in names:
