@@ -29,6 +29,7 @@ from fl_lightning.models.multi_head import with_heads
 from fl_lightning.optim import FedAdam
 from tests.helpers.agreement import (
     CLIPPED,
+    DOUBLE,
     SINGLE,
     Case,
     EveryHook,
@@ -220,9 +221,11 @@ def test_stacked_clients_agree_with_sequential(name: str) -> None:
         with pytest.raises(UserError, match="stacked"):
             ran(name, "stacked")
         return
+    # The eigenvectors of SOAP's moments amplify rounding, and differently on each processor.
+    tolerance = 1e-7 if "soap" in name else DOUBLE
     for at_once in (3, "auto"):
         run = ran(name, "stacked", clients_at_once=at_once)
-        near(run, reference(name))
+        near(run, reference(name), tolerance)
         facts = run.module.engine_facts
         others = settings.get("keep_optimizer_state") or "adamw" in name or name == "method/diloco"
         assert facts["engine"] == "stacked" or (others and "cannot be stacked" in facts["why"])
