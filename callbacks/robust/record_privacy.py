@@ -92,6 +92,7 @@ class RecordPrivacy(FederatedCallback):
     paper = Paper("abadi2016dpsgd")
     draws_by_client = True
     every_round = True
+    moves_start = False
     protects_samples = True
     reads_values = True
     cannot_run_with = {
