@@ -32,8 +32,9 @@ from fl_lightning.round.settings import CONCURRENT, SEQUENTIAL, STACKED
 from fl_lightning.round.transaction import NOT_ASSIGNED
 from fl_lightning.schedules import Steps
 
-# A method may divide by small numbers of its own, which makes rounding larger.
-ROUNDING = 1e-7
+# A method may divide by small numbers of its own, or take eigenvectors of close eigenvalues: both
+# make rounding larger, and differently on each processor.
+ROUNDING = 1e-6
 
 
 @dataclass
@@ -241,7 +242,7 @@ def engines(method: Method) -> None:
     # rounding.
     for name, together, tolerance in (
         (CONCURRENT, {"workers": 2}, 0.0),
-        (STACKED, {"clients_at_once": 3}, 1e-9),
+        (STACKED, {"clients_at_once": 3}, ROUNDING),
     ):
         try:
             ours = method.run(engine=name, **together, learner=method.learner(buffers=False))

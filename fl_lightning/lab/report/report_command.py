@@ -126,8 +126,9 @@ def main(
     claimed = options.claims is not None or any(
         (folder / "claims.yaml").is_file() for folder in options.folders
     )
-    anything = any(logged(found, name) for name in found.metrics)
-    if not options.metric and anything and not claimed and not logged(found, metric):
+    # A run that was stopped in its first round has logged its costs alone.
+    done = any(run.status == "done" for run in found.runs)
+    if not options.metric and done and not claimed and not logged(found, metric):
         raise UserError(
             f"report: no run logs {metric}, which it scores without --metric. They log "
             f"{', '.join(found.metrics)[:400]}: give --metric with one of them."
