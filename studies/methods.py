@@ -1,6 +1,6 @@
 """The methods in a table, and how well they do: ``python -m studies.methods {page,keep}``.
 
-``page`` writes both tables into docs: what a round of each packaged method costs and is, from what
+``page`` writes the tables into docs: what a round of each packaged method costs and is, from what
 its classes declare and from rounds of a small run (``docs/methods.md``), and the accuracy of all of
 them with tuned coefficients (``studies/compared.md``), from the runs that are in
 ``studies/results/methods``. A method without such runs has empty cells. ``keep`` adds what has
@@ -43,7 +43,11 @@ COSTS = Path("docs/methods.md")
 COMPARED = Path("studies/compared.md")
 PICTURE = COMPARED.with_suffix(".png")
 RESULTS = Path("studies/results/methods")
-SWEEP = "experiment/methods/fashionmnist-100"
+# A generated table of studies/compared.md, and its sweep.
+SWEEPS = {
+    "accuracy": "experiment/methods/fashionmnist-100",
+    "accuracy of later methods": "experiment/methods/fashionmnist-100-2026",
+}
 # What is added to other methods.
 ADDED = ("ri", "sam", "byzantine")
 # FedAvg and PartialAveraging on adapters.
@@ -373,27 +377,30 @@ def between(page: str, key: str) -> tuple[str, str, str]:
 # --------------------------------------------------------------------------- accuracy
 
 
-def accuracy(results: Path) -> tuple[str, bytes | None]:
+def accuracy(results: Path, sweep: str) -> tuple[str, bytes | None]:
     """The tables of the sweep's arms, with the names of those that have not run, and the picture.
 
     None for the picture where nothing has run.
     """
-    grid = parse_yaml(packaged()[SWEEP].read_text("utf-8"))["grid"]
-    names, settings = ([item["name"] for item in grid[key]] for key in ("method", "data"))
+    grid = parse_yaml(packaged()[sweep].read_text("utf-8"))["grid"]
+    names = [item["name"] for item in grid["method"]]
+    settings = [item["name"] for item in grid.get("data", [{"name": "dir0.1"}])]
     with unpacked(results) as runs:
-        rows = ranked(sweeps(runs))
+        folders = [path for path in sweeps(runs) if path.name == sweep.rpartition("/")[2]]
+        rows = ranked(folders)
+    if len(settings) == 1 == len(rows):
+        rows = {settings[0]: next(iter(rows.values()))}
     return tables(rows, names, settings), drawn(rows) if rows else None
 
 
 def page(results: Path) -> None:
-    """Write both tables into their pages, and the picture beside the second."""
-    text, picture = accuracy(results)
-    if picture:
-        PICTURE.write_bytes(picture)
-    made = {
-        "costs": (COSTS, table(COLUMNS, [method.row() for method in rows()])),
-        "accuracy": (COMPARED, text),
-    }
+    """Write the tables into their pages, and a picture of the first sweep."""
+    made = {"costs": (COSTS, table(COLUMNS, [method.row() for method in rows()]))}
+    for key, sweep in SWEEPS.items():
+        text, picture = accuracy(results, sweep)
+        made[key] = (COMPARED, text)
+        if picture and key == "accuracy":
+            PICTURE.write_bytes(picture)
     for key, (file, text) in made.items():
         head, _, tail = between(file.read_text("utf-8"), key)
         file.write_text(head + text + tail, "utf-8")

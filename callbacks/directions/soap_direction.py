@@ -138,7 +138,8 @@ class SoapDirection(FederatedCallback):
     def precondition(self, clients: Clients, gradient: Tensor) -> Tensor:
         k = int(clients.step)
         # A decomposition refuses numbers that are not finite, and the run has to name the client.
-        finite = gradient.isfinite().all(1, keepdim=True)
+        # If the sum of squares is finite, so are the matrices.
+        finite = gradient.square().sum(1, keepdim=True).isfinite()
         gradient = torch.where(finite, gradient, 0.0)
         direction = torch.zeros_like(gradient)
         for where, shape, turned in self._tensors(clients.layout):

@@ -19,6 +19,9 @@ from torch import Tensor, nn
 
 from fl_lightning import FederatedCallback, InMemoryDataModule
 from fl_lightning import callbacks as c
+from fl_lightning.errors import Diverged
+from fl_lightning.lab.contracts.federation import Learner, quiet
+from fl_lightning.lab.contracts.federation import fit as tiny
 from fl_lightning.models import MultiHead
 from fl_lightning.systems import SystemHeterogeneity
 from tests.helpers import federation
@@ -618,6 +621,18 @@ def test_soap_as_it_is_given_agrees_to_what_its_epsilon_allows() -> None:
     theirs = oracle.run(PLAIN, [method], case.how, 2, ours.start, ours.schedule)
     for t, expected in enumerate(theirs):
         assert np.abs(ours.record.w[t] - expected.w).max() < 1e-6
+
+
+class Steep(Learner):
+    """Its gradients are finite, and their squares are not."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return 1e200 * super().training_step(batch, batch_idx)
+
+
+def test_soap_of_gradients_whose_squares_overflow_has_diverged() -> None:
+    with quiet(), pytest.raises(Diverged, match="not finite"):
+        tiny([c.SoapDirection()], learner=Steep())
 
 
 class Doubling(nn.Module):
