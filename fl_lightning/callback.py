@@ -418,11 +418,11 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         return f"{type(self).__name__}({arguments(self)})"
 
     def facts(self) -> dict[str, str]:
-        """Return entries of the run's card, besides the arguments; called when rounds begin."""
+        """Return entries for the run's card, besides the arguments; called when training begins."""
         return {}
 
     def announced(self) -> str:
-        """Return a line that is printed when rounds begin; empty if there is none."""
+        """Return a line that the run prints before its first round; ``""`` prints nothing."""
         return ""
 
     def pictures(self) -> dict[str, Figure]:

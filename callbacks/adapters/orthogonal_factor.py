@@ -2,7 +2,8 @@
 
 S. Lee, S. Park, D. B. Lee, D. Wagner, H. Seong, T. Bocklet, J. Lee, S. J. Hwang: FedSVD: Adaptive
 Orthogonalization for Private Federated Learning with LoRA (NeurIPS 2025), arXiv:2505.12805. Clients
-train B alone, so that noise is not multiplied, and A follows what they found.
+train only B, so the noise of differential privacy is not multiplied by noise. The server adapts A
+to the product B A that the clients have trained.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from fl_lightning.callback import (
 
 
 class OrthogonalFactor(FederatedCallback):
-    """Clients train B and other coordinates; then B A = U Σ Vᵀ, A ← V_rᵀ, B ← U_r Σ_r.
+    """Clients do not train A; then the server sets A ← V_rᵀ, B ← U_r Σ_r, with B A = U Σ Vᵀ.
 
-    This is done after the mean of each ``period``-th round, and leaves B A unchanged.
-    Sent: B and other coordinates both ways; A down, if it changed since the client was last sent
-    the model. Kept: nothing.
+    The server does this after averaging in each ``period``-th round. The product B A stays equal.
+    Sent: B and other parameters in both directions; A down, if it changed since the client last
+    received the model. Kept: nothing.
 
     Args:
-        period: in rounds, from 1; None: never, which is FFA-LoRA, to the last bit.
+        period: number of rounds, from 1; None: A never changes, which is FFA-LoRA bit for bit.
 
     Raises:
         UserError: period is below 1; the learner has no adapters, or adapters without products.
 
     Example:
-        A has orthonormal rows after a round.
+        After a round the rows of A are orthonormal.
 
         >>> import torch
         >>> from fl_lightning.callbacks import OrthogonalFactor

@@ -1,7 +1,7 @@
-"""What all methods without a server have in common: the graph, w, and what cannot run beside them.
+"""Base class of methods without a server: their graph, their w, and methods that they refuse.
 
-Each client has a model of its own. In a round the participants train theirs, and then mix them with
-their neighbours. w is the mean of all clients' models; it is validated and exported.
+Each client has its own model. In a round each participant trains its model, and then mixes it with
+its neighbours' models. The run validates and exports w, the mean of all clients' models.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from fl_lightning.topologies import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_NO_SERVER = "without a server nothing is sent to it or computed there"
-_OWN_MODEL = "each client has its own model, which neighbours mix"
+_NO_SERVER = "without a server no values can be sent to it or computed by it"
+_OWN_MODEL = "each client has its own model, which it mixes with its neighbours' models"
 
 
 class WithoutServer(FederatedCallback):
     """Base class of :class:`Gossip` and :class:`PushSum`.
 
     Args:
-        topology: who the neighbours of a client are.
-        keeps: patterns of parameter names, or a group such as ``"last"``: parameters that are not
-            exchanged, which each client keeps as its own.
+        topology: the graph, which defines each client's neighbours.
+        keeps: patterns of parameter names, or a group such as ``"last"``. Clients do not exchange
+            these parameters; each client has its own.
     """
 
     order = -1
@@ -68,20 +68,20 @@ class WithoutServer(FederatedCallback):
     }
     notes: ClassVar[tuple[Note, ...]] = (
         Refusal(
-            "weighting='samples' has no meaning without a server: the weights are those of the "
-            "graph. Use weighting='uniform'.",
+            "weighting='samples' has no meaning without a server, because the topology defines the "
+            "weights. Use weighting='uniform'.",
             when=lambda method, run: run.weighting == "samples",
             settings={"weighting": "uniform"},
         ),
         Refusal(
-            "the server optimizer is {server}, and there is no server: w is the mean of the "
-            "clients' models. Leave server_optimizer out.",
+            "server_optimizer is {server}, but this run has no server: w is always the mean of the "
+            "clients' models. Remove server_optimizer.",
             when=lambda method, run: bool(run.server),
             settings={"server_optimizer": None},
         ),
         Refusal(
-            "the server's learning rate is {rate}, and there is no server: w is the mean of the "
-            "clients' models. Leave server_optimizer and server_lr_decay out.",
+            "the server's learning rate is {rate}, but this run has no server: w is always the "
+            "mean of the clients' models. Remove server_optimizer and server_lr_decay.",
             when=lambda method, run: not run.server and run.server_rate != 1.0,
             settings={"server_optimizer": None, "server_lr_decay": 1.0},
             rate=lambda method, run: (
@@ -89,8 +89,8 @@ class WithoutServer(FederatedCallback):
             ),
         ),
         Refusal(
-            "the server would average the buffers of the clients' learners ({averaged_buffers}), "
-            "and there is no server. Use buffers='own'.",
+            "this run has no server that could average the buffers of the clients' learners "
+            "({averaged_buffers}). Use buffers='own'.",
             when=lambda method, run: bool(run.averaged_buffers),
             settings={"buffers": "own"},
         ),

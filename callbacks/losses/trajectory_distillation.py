@@ -1,10 +1,10 @@
-"""FedGMT: distillation from an average of the global models, beside duals.
+"""FedGMT: distillation from an average of the global models, with FedDyn's duals.
 
 Y. Li, T. Liu, Y. Cui, M. Hu, X. Li: One Arrow, Two Hawks: Sharpness-aware Minimization for
 Federated Learning via Global Model Trajectory (ICML 2025),
 https://openreview.net/forum?id=80mK2Mqaph. The loss keeps a client near the predictions of an
-exponential average of w^0, w^1, …, which stands for a flat region of the global loss. FedGMT is
-this together with ``DynamicRegularization(penalty=0.1, pull=False)``.
+exponential average of w^0, w^1, …, which stands for a flat region of the global loss. FedGMT
+combines this class with ``DynamicRegularization(penalty=0.1, pull=False)``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from fl_lightning.callback import (
 
 
 class TrajectoryDistillation(FederatedCallback):
-    """The loss gains γ τ² KL(softmax(z_e/τ) ‖ softmax(z/τ)), summed over classes, mean over B.
+    """Add γ τ² KL(softmax(z_e/τ) ‖ softmax(z/τ)) to the loss: a sum over classes, a mean over B.
 
-    z_e are the logits at e, in evaluation mode. e starts as w^0; each round begins with
+    z_e are the logits of the model e, in evaluation mode. e starts at w^0; each round begins with
     e ← α e + (1 - α) w^t.
     Sent: e down. Kept: nothing. Each step takes one gradient and one forward pass at e.
 
@@ -42,7 +42,7 @@ class TrajectoryDistillation(FederatedCallback):
         UserError: a value is not accepted.
 
     Example:
-        in round 0 e is w^0, so with one step it is FedAvg.
+        In round 0 e is w^0. So with one local step the method equals FedAvg.
 
         >>> from fl_lightning.callbacks import TrajectoryDistillation
         >>> from fl_lightning.testing import tiny_run
@@ -54,7 +54,7 @@ class TrajectoryDistillation(FederatedCallback):
     title = "trajectory distillation"
     paper = Paper("li2025fedgmt")
     neutral = {"strength": 0.0}
-    every_round = True  # e follows w also in rounds that nobody finishes
+    every_round = True  # e follows w even in rounds that no client finishes
     taps = {"logits": "last"}
     cannot_run_with = {"parts": "the average of parts that are not averaged is undefined"}
     strength = Coefficient(least=0)

@@ -1,4 +1,4 @@
-"""The training samples, split over clients once per seed: by a partition, or as given."""
+"""The split of the training samples over clients: by a partition and a seed, or as you give it."""
 
 from __future__ import annotations
 
@@ -46,11 +46,12 @@ COMPARED = 10_000
 
 @dataclass
 class Split:
-    """Which client has which of ``total`` training samples.
+    """The samples of each client, out of ``total`` training samples.
 
-    ``clients``: index arrays, into ``kept`` if some samples are ``held_out`` for validation; made
-    ``by_partition``, or given. ``test``: each client's test samples. ``labels``: those of all
-    training samples ``(N,)``; None: they have no classes.
+    ``clients``: each client's index array, into ``kept`` if some samples are ``held_out`` for
+    validation. ``by_partition``: whether a partition made ``clients``; otherwise you gave them.
+    ``test``: each client's test samples. ``labels``: the labels ``(N,)`` of all training samples;
+    None: the samples have no class labels.
     """
 
     clients: Sequence[Any]
@@ -88,15 +89,15 @@ class Split:
         return self._all(client) if self.test is None else self._sides(client)[0]
 
     def asked(self, client: int, what: What) -> Indices:
-        """Return the positions of a client's samples of this kind in the training data."""
+        """Return the positions in the training data of a client's training or test samples."""
         if not isinstance(what, str):
             return what
         return self.indices(client) if what == "train" else self.test_indices(client)
 
     def test_indices(self, client: int) -> Indices:
-        """Return the positions of a client's test samples; there may be none.
+        """Return the positions of a client's test samples; empty if the client has none.
 
-        Positions in clients' own test sets are counted on from ``total``.
+        Positions from ``total`` on are those in clients' own test sets.
         """
         return np.zeros(0, np.int64) if self.test is None else self._sides(client)[1]
 
@@ -122,7 +123,7 @@ class Split:
 
 
 def _drawn(samples: int, labels: Indices | None, total: int, seed: int) -> Indices:
-    """Return the positions of the samples that are used, ascending, of each class its share."""
+    """Return the sorted positions of ``samples`` drawn samples, in the classes' proportions."""
     if samples > total:
         raise UserError(
             f"samples is {samples}: there are {total} training samples. Give at most {total}, or "
@@ -144,16 +145,15 @@ def split_samples(
     samples: int | None,
     seed: int,
 ) -> Split:
-    """Draw ``samples``, hold ``val_fraction`` of them out, and split the rest.
+    """Draw ``samples``, hold out ``val_fraction`` of them, and split the rest over clients.
 
-    The other samples are split as ``clients`` says, else by the partition. Held-out samples are
-    removed from the given lists; the other samples stay with their clients.
+    If you give ``clients``, each client has its listed samples without the held-out ones; otherwise
+    the partition splits the rest.
 
     Args:
-        samples: how many samples are used; None: all.
+        samples: number of samples to use; None: all.
         test: each client's test samples.
-        counts: the number of clients asked for, and the default if neither it nor the partition
-            gives one.
+        counts: the requested number of clients; the default if the partition has no number either.
 
     Raises:
         UserError: there are too few samples, no number of clients, or no classes although the
@@ -192,7 +192,7 @@ def split_samples(
 
 
 def check_apart(split: Split, pooled: bool) -> None:
-    """Report that clients are tested on samples on which other clients train.
+    """Warn if clients are tested on samples on which other clients train.
 
     Raises:
         UserError: with ``pooled``, because these samples are the global test set.
@@ -228,7 +228,7 @@ def _tested(
     total: int,
     other: ClientTests | None,
 ) -> SplitTests:
-    """Return the partition's test samples; ``other``: test samples by other options."""
+    """Return the partition's test samples; ``other``: test samples from the data's options."""
     if other is not None:
         what, kind = other.described
         raise UserError(
@@ -245,7 +245,7 @@ def _tested(
 def _kept_and_held_out(
     data: Samples, val_fraction: float, samples: int | None, seed: int
 ) -> tuple[Indices | None, Indices | None]:
-    """Return the positions to train on (None: all), and those to validate on (None: none)."""
+    """Return the positions of training samples (None: all) and held-out samples (None: none)."""
     drawn = None if samples is None else _drawn(samples, data.labels, len(data), seed)
     if val_fraction == 0:
         return drawn, None

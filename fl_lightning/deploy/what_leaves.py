@@ -1,13 +1,13 @@
-"""What leaves a site: every field of its answers, its file of them, and what it tells of errors.
+"""The data that a site sends: the fields of its answers, its record of them, and its error texts.
 
-A site sends no field that FIELDS lacks. The app's README shows this list, and so does a page of
-the docs that each build writes. Before an answer leaves, a line about it is in the site's file:
-when, what the server asked, the round, the answer, its clients, its bytes, and its fields with the
-bytes of each, but no value of a field.
+A site sends only the fields that FIELDS lists. The app's README and a page of the docs show this
+list. Before a site sends an answer, it adds a line to its own file: the time, the server's
+question, the round, the answer, its clients, its bytes, and each field's name and bytes, but no
+field's value.
 
-The text of an error may quote what it is about. So only texts that this package makes without the
-site's data leave it: those about messages, states, and the journal of rows. Of every other error
-its kind leaves, and where it was raised; the text is in the site's own log.
+An error's text may quote a site's data. So a site sends only texts that this package makes without
+that data: those about messages, states, and the journal of rows. Of every other error it sends only
+the class and the place; the site's own log has the text.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="Did you mean 'val/acc'"):
         run.metrics["val/ac"]
     for name in ("none", "checkpoints"):
-        with pytest.raises(UserError, match=r"no run's folder here.*RunFolder"):
+        with pytest.raises(UserError, match=r"not a run's folder.*RunFolder"):
             results.load(tmp_path / name)
 
 

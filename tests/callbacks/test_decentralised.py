@@ -258,7 +258,7 @@ REFUSED = [
     (
         (),
         {"server_optimizer": lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.5)},
-        "the server optimizer is SGD",
+        "server_optimizer is SGD",
     ),
     ((), {"server_optimizer": lambda p: torch.optim.SGD(p, lr=0.5)}, "learning rate is 0.5"),
     ((), {"server_lr_decay": 0.9}, "learning rate is not constant"),
@@ -324,7 +324,7 @@ def test_a_pull_to_the_start_is_one_to_w_if_clients_start_there():
 # What a callback is to a run without a server: the rows of the page's table, by what is said.
 COMPOSES = "runs beside it"
 WHY = {
-    "without a server nothing is sent|what clients send|its server reads": "needs a server",
+    "without a server no values|what clients send|its server reads": "needs a server",
     "each client has its own model|what a client uses itself": "makes clients' own models",
     "uses clients.w": "uses the server's model in clients' steps",
 }

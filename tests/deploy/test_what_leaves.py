@@ -1,4 +1,4 @@
-"""What leaves a site: the fields of its messages, its file of them, and what it tells of errors."""
+"""The data that a site sends: the fields of its answers, its record of them, its error texts."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ LAST = torch.tensor([False, False, True])
 
 
 def test_a_part_was_last_averaged_when_it_was_due_and_somebody_finished() -> None:
-    """Of period 3: averaged at the ends of rounds 2 and 5, unless nobody finishes them."""
+    """Of period 3: averaged at the ends of rounds 2 and 5, unless no client finishes them."""
     of = Parts([(FIRST, 3), (LAST, None)], 3, torch.device("cpu"))
     assert [of.last_averaged(t, {}) for t in range(7)] == [[-1, -1]] * 3 + [[2, -1]] * 3 + [[5, -1]]
     assert not of.after(2, {}, finished=True) and not of.after(3, {}, finished=False)

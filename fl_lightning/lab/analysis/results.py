@@ -32,9 +32,9 @@ class Run:
     """A run's folder; each part is read when it is first used.
 
     Args:
-        checkpoint: the checkpoint to read; None: the last, or the best if there is no last one.
+        checkpoint: the checkpoint to read; None: the last one, or the best if the last is missing.
         learner: learner that gets the weights, instead of the one that config.yaml describes.
-        data: the data module, likewise.
+        data: data module to use, instead of the one that config.yaml describes.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Run:
         self._data = data
         if not any((self.folder / name).exists() for name in OF_A_RUN):
             raise UserError(
-                f"load({str(folder)!r}): there is no run's folder here. fl-lightning fit makes "
-                "one; for a run from Python give the Trainer the callback RunFolder('runs/mine')."
+                f"load({str(folder)!r}): this is not a run's folder. `fl-lightning fit` creates "
+                "one. In Python, give the Trainer the callback RunFolder('runs/mine')."
             )
 
     def __repr__(self) -> str:

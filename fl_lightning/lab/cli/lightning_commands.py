@@ -198,7 +198,7 @@ def _fit(cli: CommandCLI) -> None:
         end_killed(folder, done)
     # EarlyStopping may also have ended the run before it was killed.
     if killed and read_record(folder).get("status") == "done" and cli.stop.first in (None, done):
-        print("It was killed after its last round. What the end of a run writes is written now.")
+        print("It was killed after its last round. Its final results are written now.")
 
 
 def _ends_again(trainer: Any) -> None:
