@@ -127,7 +127,7 @@ def main(
         (folder / "claims.yaml").is_file() for folder in options.folders
     )
     # A run that was stopped in its first round has logged its costs alone.
-    done = any(run.status == "done" for run in found.runs)
+    done = any(run.status == "done" and run.rounds_done for run in found.runs)
     if not options.metric and done and not claimed and not logged(found, metric):
         raise UserError(
             f"report: no run logs {metric}, which it scores without --metric. They log "
