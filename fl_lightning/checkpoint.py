@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.callback_list import CallbackList
 from fl_lightning.client import run_optimizers
 from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.errors import UserError
@@ -56,31 +55,26 @@ class Identity:
     partition: str
 
     @classmethod
-    def of(
-        cls,
-        seed: int,
-        arguments: dict[str, str],
-        methods: CallbackList,
-        data: Any,
-        learner: Mapping[str, Any],
-    ) -> Identity:
-        """Return a run's identity; arguments of data and methods are added to ``arguments``, and
-        those of a ``learner`` that a config describes.
-        """
-        of_data = {
+    def of(cls, run: Any, trainer: Any) -> Identity:
+        """Return a run's identity, with a learner that a config describes."""
+        data = trainer.datamodule
+        compared = {
+            **run.settings.compared(),
+            **run.optimizers.accounts,
+            "precision": str(trainer.precision),
             "batch_size": repr(getattr(data, "batch_size", None)),
             "biases": repr([(type(b).__name__, vars(b)) for b in getattr(data, "biases", ())]),
             "drop_last": repr(bool(getattr(data, "drop_last", False))),
             "labels": str(getattr(data, "label_hash", "")),
         }
-        partition = str(getattr(data, "partition_hash", ""))
         if data is not None:
             with suppress(NotKnown):
-                of_data |= settings_of("data", _same_data(described_object(data)[0]))
-        of_learner = settings_of("model.learner", learner) if learner else {}
-        compared = {**arguments, **of_data, **of_learner}
-        compared["methods without state"] = methods.stateless()
-        return cls(seed, compared, methods.fingerprint(), partition)
+                compared |= settings_of("data", _same_data(described_object(data)[0]))
+        if run.model.described:
+            compared |= settings_of("model.learner", run.model.described)
+        compared["methods without state"] = run.methods.stateless()
+        partition = str(getattr(data, "partition_hash", ""))
+        return cls(run.seed(trainer), compared, run.methods.fingerprint(), partition)
 
     def check_same(self, held: SavedRun) -> None:
         """Refuse a checkpoint of a run with other settings.
