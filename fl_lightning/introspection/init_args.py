@@ -6,9 +6,10 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from enum import Enum
 from functools import partial
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from fl_lightning.accepted import Checked
@@ -65,6 +66,8 @@ def described(value: Any) -> Any:
     Raises:
         NotKnown: the object, or a part of it, has no such form.
     """
+    if isinstance(value, Enum):
+        return str(value.value) if isinstance(value, str) else value.name
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Path):
@@ -238,6 +241,5 @@ def made(config: Any) -> Any:
         return [made(item) for item in config]
     if not isinstance(config, dict) or "class_path" not in config:
         return config
-    module, _, name = str(config["class_path"]).rpartition(".")
     arguments = {key: made(value) for key, value in (config.get("init_args") or {}).items()}
-    return getattr(import_module(module), name)(**arguments)
+    return resolve_name(str(config["class_path"]))(**arguments)
