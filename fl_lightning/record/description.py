@@ -14,7 +14,7 @@ import torch
 from fl_lightning.errors import UserError
 from fl_lightning.introspection.init_args import flat, stored
 from fl_lightning.machine.lightning import rank_zero_warn
-from fl_lightning.schedules import Schedule
+from fl_lightning.schedules import text_of
 from fl_lightning.storage.checkpoint_io import is_plain
 
 HyperParameters = dict[str, str | int | float | bool]
@@ -104,8 +104,9 @@ def settings(run: Any, trainer: Any) -> HyperParameters:
     for callback in run.methods.callbacks:
         kind = "method" if callback.is_method() else "callback"
         for name, value in stored(callback)[0].items():
-            if is_plain(value) or isinstance(value, Schedule):
-                entries[f"{kind}/{type(callback).__name__}/{name}"] = _value(value)
+            shown = value if is_plain(value) else text_of(value)
+            if is_plain(value) or shown:
+                entries[f"{kind}/{type(callback).__name__}/{name}"] = _value(shown)
     data = trainer.datamodule
     entries |= _flat("data", data)
     entries["data"] = type(data).__name__
