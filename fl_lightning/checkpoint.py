@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.callback_list import CallbackList
 from fl_lightning.client import run_optimizers
 from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.errors import UserError
-from fl_lightning.introspection.init_args import NotKnown, described_object, settings_of
+from fl_lightning.introspection.init_args import (
+    Difference,
+    NotKnown,
+    described_object,
+    differences,
+    settings_of,
+)
 from fl_lightning.round.global_model import GlobalModel, set_buffers
 from fl_lightning.storage.client_rows import ClientRows
 from fl_lightning.storage.lock import RunLock, held_by_all
@@ -32,7 +37,6 @@ FREE = ("root", "download", "num_workers", "pin_memory", "eval_batch_size", "cac
 FILES = ("path", "file", "test", "val", "folder", "data_dir", "tokenizer")
 # If no value is given, the run's seed and the partition's hash decide these.
 BY_HASH = ("partition", "seed")
-Difference = tuple[str, Any, Any]  # name of a setting, its value then, its value now
 
 
 @dataclass
@@ -51,31 +55,26 @@ class Identity:
     partition: str
 
     @classmethod
-    def of(
-        cls,
-        seed: int,
-        arguments: dict[str, str],
-        methods: CallbackList,
-        data: Any,
-        learner: Mapping[str, Any],
-    ) -> Identity:
-        """Return a run's identity; arguments of data and methods are added to ``arguments``, and
-        those of a ``learner`` that a config describes.
-        """
-        of_data = {
+    def of(cls, run: Any, trainer: Any) -> Identity:
+        """Return a run's identity, with a learner that a config describes."""
+        data = trainer.datamodule
+        compared = {
+            **run.settings.compared(),
+            **run.optimizers.accounts,
+            "precision": str(trainer.precision),
             "batch_size": repr(getattr(data, "batch_size", None)),
             "biases": repr([(type(b).__name__, vars(b)) for b in getattr(data, "biases", ())]),
             "drop_last": repr(bool(getattr(data, "drop_last", False))),
             "labels": str(getattr(data, "label_hash", "")),
         }
-        partition = str(getattr(data, "partition_hash", ""))
         if data is not None:
             with suppress(NotKnown):
-                of_data |= settings_of("data", _same_data(described_object(data)[0]))
-        of_learner = settings_of("model.learner", learner) if learner else {}
-        compared = {**arguments, **of_data, **of_learner}
-        compared["methods without state"] = methods.stateless()
-        return cls(seed, compared, methods.fingerprint(), partition)
+                compared |= settings_of("data", _same_data(described_object(data)[0]))
+        if run.model.described:
+            compared |= settings_of("model.learner", run.model.described)
+        compared["methods without state"] = run.methods.stateless()
+        partition = str(getattr(data, "partition_hash", ""))
+        return cls(run.seed(trainer), compared, run.methods.fingerprint(), partition)
 
     def check_same(self, held: SavedRun) -> None:
         """Refuse a checkpoint of a run with other settings.
@@ -95,15 +94,15 @@ class Identity:
         unsaid = {"client_scheduler": "ignore", "asynchronous": "None", "accumulate": "1"}
         one, other = {**unsaid, **then.arguments}, {**unsaid, **self.arguments}
         found: list[Difference] = []
-        for key in filter(one.__contains__, other):
+        for key, before, now in differences(one, other):
+            if None in (before, now):
+                continue
             if key in ("client_optimizer", "server_optimizer"):
-                found += run_optimizers.differing(key, one[key], other[key])
+                found += run_optimizers.differing(key, before, now)
             else:
-                found.append((key, one[key], other[key]))
-        for name in sorted({*self.methods, *then.methods}):
-            before, now = (each.methods.get(name, "absent") for each in (then, self))
-            found.append((f"method {name}", before, now))
-        return [each for each in found if each[1] != each[2]]
+                found.append((key, before, now))
+        methods = differences(then.methods, self.methods, "absent")
+        return found + [(f"method {name}", before, now) for name, before, now in sorted(methods)]
 
 
 def _same_data(config: dict[str, Any]) -> dict[str, Any]:

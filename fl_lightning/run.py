@@ -278,7 +278,7 @@ class FederatedRun:
         else:
             # Refuse before restoring anything from the checkpoint.
             if self.settings.strict_resume:
-                self.identity(trainer).check_same(held)
+                Identity.of(self, trainer).check_same(held)
             self.state = self._fitting(held).restore(rows, self.model, trainer.ckpt_path)
         self.monitored = {} if held is None else held.monitored
         self.state.base = BaseWeights.of(
@@ -368,7 +368,7 @@ class FederatedRun:
             assigned_at_server=noted,
             assigned_by_clients=noted if context.in_order else assignments.refuse_shared,
         )
-        self._identity = self.identity(trainer)
+        self._identity = Identity.of(self, trainer)
         learner = self.model.learner
         resumes = self.resumed_from is not None
         self._watches_learner = resumes and not overrides(learner, "on_save_checkpoint")
@@ -456,17 +456,6 @@ class FederatedRun:
                 "results agree up to rounding, but not in every bit"
             )
         return context
-
-    def identity(self, trainer: Any) -> Identity:
-        arguments = {**self.settings.compared(), **self.optimizers.accounts}
-        arguments["precision"] = str(trainer.precision)
-        cls = type(self.model.learner)
-        of_learner: dict[str, Any] = {}
-        if self.model.config:
-            path = f"{cls.__module__}.{cls.__qualname__}"
-            of_learner = {"class_path": path, "init_args": self.model.config}
-        data = trainer.datamodule
-        return Identity.of(self.seed(trainer), arguments, self.methods, data, of_learner)
 
     def start(self, t: int) -> None:
         """Before this fit's first round t: lock the folder, and give loggers the first round."""

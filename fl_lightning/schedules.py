@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated
@@ -153,18 +154,20 @@ def arguments(of: object) -> str:
 
 
 def texts_of(values: Mapping[str, object]) -> str:
-    """Return values by name, as text that is the same in every process.
+    """Return values by name as text, without those that have none."""
+    texts = {name: text_of(value) for name, value in values.items()}
+    return ", ".join(f"{name}={text}" for name, text in texts.items() if text)
 
-    The repr of a function, or of an object without its own repr, contains its address. These are
-    left out. The repr of a long array or tensor leaves out numbers, so its text is a checksum.
+
+def text_of(value: object) -> str:
+    """Return a value as text that is the same in every process; empty: it has none.
+
+    The repr of a function, or of an object without its own repr, contains its address. The repr of
+    a long array or tensor leaves out numbers, so its text is a checksum.
     """
-    texts = []
-    for name, value in values.items():
-        text = repr(value)
-        if "..." in text and hasattr(value, "tolist"):
-            checksum = hashlib.sha256(repr(value.tolist()).encode()).hexdigest()
-            text = f"{type(value).__name__} {checksum[:16]}"
-        has_text = text != object.__repr__(value)
-        if has_text and (isinstance(value, Schedule) or not callable(value)):
-            texts.append(f"{name}={text}")
-    return ", ".join(texts)
+    text = repr(value)
+    if "..." in text and hasattr(value, "tolist"):
+        checksum = hashlib.sha256(repr(value.tolist()).encode()).hexdigest()
+        text = f"{type(value).__name__} {checksum[:16]}"
+    function = callable(value) and not isinstance(value, Schedule)
+    return "" if function or re.search(r"<.+ at 0x\w+>", text) else text

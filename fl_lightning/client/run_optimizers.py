@@ -18,6 +18,7 @@ from fl_lightning.client.client_optimizer import is_plain_sgd, of_server, rates
 from fl_lightning.client.optimizer_copy import Shown, check_alone, shallow
 from fl_lightning.errors import UserError
 from fl_lightning.introspection.attribute_view import View
+from fl_lightning.introspection.init_args import Difference, differences
 from fl_lightning.learner.layout import trainable
 from fl_lightning.learner.modules import lightning_modules, overrides
 from fl_lightning.machine.lightning import MisconfigurationException, _configure_optimizers
@@ -119,7 +120,7 @@ def account(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__name__} {groups}"
 
 
-def differing(key: str, then: str, now: str) -> list[tuple[str, Any, Any]]:
+def differing(key: str, then: str, now: str) -> list[Difference]:
     """Return the difference between two accounts of an optimizer, such as ``("key.lr", 0.1, 0.2)``.
 
     0 equals 0.0, and an option that is off may be absent, because another version of torch has
@@ -131,7 +132,7 @@ def differing(key: str, then: str, now: str) -> list[tuple[str, Any, Any]]:
     groups = _options_that_differ(then, now)
     if groups is None:
         return [] if then == now else [(key, then, now)]
-    found: list[tuple[str, Any, Any]] = []
+    found: list[Difference] = []
     for place, options in enumerate(groups):
         where = key if len(groups) == 1 else f"{key}, parameter group {place}"
         found += [(f"{where}.{name}", a, b) for name, (a, b) in options.items()]
@@ -163,8 +164,7 @@ def _options_that_differ(then: str, now: str) -> list[dict[str, tuple[Any, Any]]
         groups_now = ast.literal_eval(now.partition(" ")[2])
         found = []
         for before, after in zip(groups_then, groups_now, strict=True):
-            pairs = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
-            found.append({name: (a, b) for name, (a, b) in pairs.items() if a != b and (a or b)})
+            found.append({name: (a, b) for name, a, b in differences(before, after) if a or b})
         return found
     except (ValueError, TypeError, AttributeError, SyntaxError, MemoryError, RecursionError):
         # A tensor cannot be shown as a literal, and a checkpoint may hold any object.

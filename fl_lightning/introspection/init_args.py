@@ -6,15 +6,17 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from enum import Enum
 from functools import partial
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from fl_lightning.accepted import Checked
 
 # A longer list is data, and not a setting.
 LONGEST = 1000
+Difference = tuple[str, Any, Any]  # place of a setting, its value then, its value now
 
 
 class NotKnown(Exception):
@@ -64,6 +66,8 @@ def described(value: Any) -> Any:
     Raises:
         NotKnown: the object, or a part of it, has no such form.
     """
+    if isinstance(value, Enum):
+        return str(value.value) if isinstance(value, str) else value.name
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Path):
@@ -104,14 +108,10 @@ def described_object(value: Any) -> tuple[dict[str, Any], list[str]]:
     Raises:
         NotKnown: its class cannot be imported by another program.
     """
-    config: dict[str, Any] = {"class_path": path_of(type(value))}
-    noted = vars(value).get("_made_with") if hasattr(value, "__dict__") else None
-    if noted is not None:
-        known, unknown = noted
-        return {**config, "init_args": known}, unknown
-    kept, lacking = stored(value)
-    known, unknown = _each(kept)
-    return {**config, "init_args": known}, [*unknown, *lacking]
+    path = path_of(type(value))
+    values, lacking = getattr(value, "__dict__", {}).get("_made_with") or stored(value)
+    known, unknown = _each(values)
+    return {"class_path": path, "init_args": known}, [*unknown, *lacking]
 
 
 def stored(value: Any) -> tuple[dict[str, Any], list[str]]:
@@ -158,6 +158,18 @@ def settings_of(place: str, value: Any) -> dict[str, str]:
             text = f"{text[:20]}… {hashlib.sha256(text.encode()).hexdigest()[:16]}"
         texts[name] = text
     return texts
+
+
+def differences(
+    then: Mapping[str, Any], now: Mapping[str, Any], absent: Any = None
+) -> list[Difference]:
+    """Return where two records of settings differ; a place that one lacks has ``absent`` there.
+
+    >>> differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": None})
+    [('b', 2, 3)]
+    """
+    every = [(name, then.get(name, absent), now.get(name, absent)) for name in {**then, **now}]
+    return [each for each in every if each[1] != each[2]]
 
 
 def flat(place: str, value: Any, called: Callable[[str], str] = str) -> dict[str, Any]:
@@ -207,10 +219,8 @@ def _partly(place: str, value: Any, called: Callable[[str], str]) -> dict[str, A
     """
     if not hasattr(value, "forward") and not hasattr(value, "train_dataloader"):
         return {}
-    kind = type(value)
-    made_with = getattr(value, "_made_with", None)
-    own = stored(value)[0] if made_with is None else made_with[0]
-    path = f"{kind.__module__}.{kind.__qualname__}"
+    path = f"{type(value).__module__}.{type(value).__qualname__}"
+    own, _ = getattr(value, "__dict__", {}).get("_made_with") or stored(value)
     return {place: called(path), **_each_flat(place, own, called)}
 
 
@@ -231,6 +241,5 @@ def made(config: Any) -> Any:
         return [made(item) for item in config]
     if not isinstance(config, dict) or "class_path" not in config:
         return config
-    module, _, name = str(config["class_path"]).rpartition(".")
     arguments = {key: made(value) for key, value in (config.get("init_args") or {}).items()}
-    return getattr(import_module(module), name)(**arguments)
+    return resolve_name(str(config["class_path"]))(**arguments)

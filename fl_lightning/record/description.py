@@ -14,7 +14,7 @@ import torch
 from fl_lightning.errors import UserError
 from fl_lightning.introspection.init_args import flat, stored
 from fl_lightning.machine.lightning import rank_zero_warn
-from fl_lightning.schedules import Schedule
+from fl_lightning.schedules import text_of
 from fl_lightning.storage.checkpoint_io import is_plain
 
 HyperParameters = dict[str, str | int | float | bool]
@@ -63,13 +63,13 @@ def versions() -> dict[str, str]:
     return {**numbers, "python": platform.python_version()}
 
 
-def of_learner(learner: Any, config: Mapping[str, Any] | None = None) -> HyperParameters:
+def of_learner(learner: Any, described: Mapping[str, Any] | None = None) -> HyperParameters:
     """Return the learner's class, its arguments and its network's, and its numbers of parameters.
 
     Args:
-        config: the learner's arguments in a config; None or empty: those that the object knows.
+        described: the learner as its config has it; None or empty: what the object knows counts.
     """
-    entries = _flat("learner", _described(learner, config))
+    entries = _flat("learner", described or learner)
     network = getattr(learner, "network", None)
     if network is not None:
         entries["learner/network"] = type(network).__name__
@@ -85,10 +85,6 @@ def of_learner(learner: Any, config: Mapping[str, Any] | None = None) -> HyperPa
     return entries
 
 
-def _described(learner: Any, config: Mapping[str, Any] | None) -> Any:
-    return {"class_path": type(learner).__name__, "init_args": config} if config else learner
-
-
 def _flat(place: str, value: Any) -> HyperParameters:
     """Return an object's class and arguments, with slashes between their names."""
     found = flat(place, value, lambda path: path.rpartition(".")[2])
@@ -100,7 +96,7 @@ def settings(run: Any, trainer: Any) -> HyperParameters:
 
     Two runs with the same settings differ only in their seeds, and in what facts() returns.
     """
-    entries = of_learner(run.model.learner, run.model.config)
+    entries = of_learner(run.model.learner, run.model.described)
     ranks = sorted({adapter.rank for adapter in run.model.layout.adapters})
     if ranks:
         entries["learner/lora_rank"] = ranks[0] if len(ranks) == 1 else repr(ranks)
@@ -108,8 +104,9 @@ def settings(run: Any, trainer: Any) -> HyperParameters:
     for callback in run.methods.callbacks:
         kind = "method" if callback.is_method() else "callback"
         for name, value in stored(callback)[0].items():
-            if is_plain(value) or isinstance(value, Schedule):
-                entries[f"{kind}/{type(callback).__name__}/{name}"] = _value(value)
+            shown = value if is_plain(value) else text_of(value)
+            if is_plain(value) or shown:
+                entries[f"{kind}/{type(callback).__name__}/{name}"] = _value(shown)
     data = trainer.datamodule
     entries |= _flat("data", data)
     entries["data"] = type(data).__name__

@@ -189,6 +189,12 @@ class GlobalModel:
         self.evaluate_at(evaluated)
         self.set_buffers(buffers)
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """Return the learner as its config describes it; empty: no config made it."""
+        path = f"{type(self.learner).__module__}.{type(self.learner).__qualname__}"
+        return {"class_path": path, "init_args": self.config} if self.config else {}
+
     def hyper_parameters(self, learner: Any = None) -> dict[str, Any]:
         """Return the arguments that ``load_from_checkpoint`` gives to the learner's class.
 

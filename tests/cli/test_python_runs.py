@@ -10,6 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import yaml
+from pytorch_lightning.callbacks.timer import Interval
 
 from fl_lightning import FederatedCallback, FederatedModule, RunFolder, load
 from fl_lightning.__main__ import main
@@ -154,6 +155,7 @@ def test_arguments_of_any_name_are_taken_and_those_without_one_are_left_out(
     round_list: list[Any] = []
     round_list.append(round_list)
     made = [(Odd(cls=1), []), (Odd(1, 2), ["*others"]), (Odd(1, held=round_list), ["held"])]
+    made.append((Odd(1, held=Interval.step), []))  # a text that YAML does not take for one
     for j, (method, unknown) in enumerate(made):
         folder = tmp_path / str(j)
         run = trainer(1, [method, RunFolder(folder)], enable_checkpointing=True)

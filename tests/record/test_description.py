@@ -18,9 +18,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import nn
 
+from fl_lightning import FederatedCallback
 from fl_lightning.callbacks import RelaxedInitialization, RunCard
 from fl_lightning.schedules import Exponential
 from fl_lightning.systems import Buffered, Constant, Devices, Polynomial
+from fl_lightning.topologies import Ring
 from tests.helpers.commands import typed
 from tests.helpers.learners import Lit, blobs, federated, momentum, trainer
 from tests.helpers.zygote import Cli
@@ -99,6 +101,21 @@ def test_every_logger_gets_one_flat_dict(tmp_path: Path) -> None:
         "| learner | Lit, 154 trained parameters |" in card
         and "| data | InMemoryDataModule |" in card
     )
+
+
+class Holding(FederatedCallback):
+    def __init__(self, graph: object, nothing: object) -> None:
+        super().__init__()
+        self.graph = graph
+        self.nothing = nothing
+
+
+def test_an_argument_that_is_an_object_is_told_by_its_text(tmp_path: Path) -> None:
+    csv = CSVLogger(tmp_path, "csv")
+    trainer(1, [Holding(Ring(), [object()])], logger=csv).fit(federated(), blobs())
+    told = yaml.safe_load((Path(csv.log_dir) / "hparams.yaml").read_text())
+    own = {name: value for name, value in told.items() if "Holding" in name}
+    assert own == {"method/Holding/graph": "Ring()"}
 
 
 class MLFlowLogger(DummyLogger):

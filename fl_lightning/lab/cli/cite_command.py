@@ -12,7 +12,7 @@ from typing import Any
 from fl_lightning.errors import UserError
 from fl_lightning.introspection.papers import Paper, declared
 from fl_lightning.lab.cli.arguments import ArgumentParser
-from fl_lightning.lab.cli.compose import as_list, class_name, is_file, read
+from fl_lightning.lab.cli.compose import as_list, as_node, class_name, is_file, read
 
 DESCRIPTION = """Print BibTeX of the methods and the data of a run, and of this program."""
 
@@ -53,21 +53,18 @@ def cited(config: Mapping[str, Any]) -> str:
     unknown = []
     methods = {class_name(method) for method in as_list(config.get("method"))}
     model = config.get("model") or {}
-    learner = model.get("learner") or {}
     keys = ["mcmahan2017fedavg", *_of_server_momentum(model, methods)]
     # FedAvg on adapters is FedIT.
-    if not methods and isinstance(learner, dict) and (learner.get("init_args") or {}).get("lora"):
+    if not methods and as_node(model.get("learner"))["init_args"].get("lora"):
         keys.append("zhang2024fedit")
     papers = declared("paper")
     for part in _parts(config):
-        name = class_name(part)
-        arguments = part.get("init_args") or {} if isinstance(part, dict) else {}
+        name, node = class_name(part), as_node(part)
         paper: Paper = papers.get(name, Paper())
-        found = paper.cited(arguments, methods)
+        found = paper.cited(node["init_args"], methods)
         keys += found
         # Packaged classes without a paper only measure or simulate.
-        path = str(part.get("class_path") if isinstance(part, dict) else part)
-        others = name in papers or not path.startswith("fl_lightning.")
+        others = name in papers or not str(node.get("class_path")).startswith("fl_lightning.")
         if not found and name not in _PLAIN and others:
             unknown.append(f"% {name}: no reference is known here")
     entries = references()
@@ -90,9 +87,9 @@ def _parts(config: Mapping[str, Any]) -> Iterator[Any]:
         given = asynchronous.get("init_args") or asynchronous
         yield {"class_path": "Buffered", "init_args": given}
     yield from as_list(config.get("method"))
-    data = config.get("data") or {}
-    arguments = data.get("init_args") or {} if isinstance(data, dict) else {}
-    for part in (model.get("server_optimizer"), data, arguments.get("partition")):
+    data = config.get("data")
+    partition = as_node(data)["init_args"].get("partition")
+    for part in (model.get("server_optimizer"), data, partition):
         if part:
             yield part
 
@@ -104,7 +101,7 @@ def _of_server_momentum(model: Mapping[str, Any], methods: Collection[str]) -> l
     Muon.
     """
     optimizer = model.get("server_optimizer") or {}
-    given = optimizer.get("init_args") or {} if isinstance(optimizer, dict) else {}
+    given = as_node(optimizer)["init_args"]
     if class_name(optimizer) != "SGD" or not given.get("momentum"):
         return []
     if not given.get("nesterov"):

@@ -21,7 +21,7 @@ import fl_lightning.schedules
 from fl_lightning.accepted import declared
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.lab.cli.compose import class_name, packaged
+from fl_lightning.lab.cli.compose import as_node, class_name, packaged
 from fl_lightning.lab.cli.plugins import classes
 from fl_lightning.machine.federated_strategy import FederatedStrategy
 
@@ -77,8 +77,8 @@ def full_paths(config: dict[str, Any]) -> dict[str, Any]:
         path = value.get("class_path") if isinstance(value, dict) else value
         library, colon, name = path.partition(":") if isinstance(path, str) else ("", "", "")
         if key == "network" and colon and library in _LIBRARIES:
-            given = (value.get("init_args") or {}) if isinstance(value, dict) else {}
-            value = {"class_path": _LIBRARIES[library], "init_args": {**given, "name": name}}
+            given = {**as_node(value)["init_args"], "name": name}
+            value = {"class_path": _LIBRARIES[library], "init_args": given}
         if key in ("class_path", "learner", "network") and isinstance(value, str):
             return whole_path(value)
         if isinstance(value, list):

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
-from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -77,8 +76,6 @@ def _plain(node: Any) -> Any:
             with suppress(NotKnown):
                 kept[key] = _plain(value)
         return kept
-    if isinstance(node, Enum):
-        return str(node.value) if isinstance(node, str) else node.name
     return described(node)
 
 

@@ -276,6 +276,13 @@ def class_name(item: Any) -> str:
     return str(item).rsplit(".", 1)[-1]
 
 
+def as_node(item: Any) -> dict[str, Any]:
+    """Return such an item as a new dict, with its own ``init_args``."""
+    node = item if isinstance(item, dict) else {"class_path": item}
+    arguments = node.get("init_args")
+    return {**node, "init_args": dict(arguments) if isinstance(arguments, dict) else {}}
+
+
 # An option's keys (data.batch_size), and its value as typed.
 Option = tuple[str, str]
 

@@ -14,7 +14,7 @@ import torch
 from fl_lightning.datamodules import FederatedDataModule
 from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.classes import class_of, named, parameters
-from fl_lightning.lab.cli.compose import Command
+from fl_lightning.lab.cli.compose import Command, as_node
 from fl_lightning.models import MLP, Classifier
 from fl_lightning.models.text import TextLearner
 
@@ -28,8 +28,8 @@ def fit_network_to_data(command: Command) -> None:
         UserError: in a ``Classifier``, the network cannot work with the data. Other learners
             may change samples before the network gets them.
     """
-    learner = _node(command.config["model"].get("learner"))
-    data = _node(command.config.get("data"))
+    learner = as_node(command.config["model"].get("learner"))
+    data = as_node(command.config.get("data"))
     cls = class_of(learner)
     source = named(data, FederatedDataModule)
     shape: tuple[int, ...] | None = None
@@ -49,7 +49,7 @@ def fit_network_to_data(command: Command) -> None:
             arguments.setdefault("num_classes", classes)
             command.config["model"] = {**command.config["model"], "learner": learner}
         return
-    network = _node(arguments.get("network"))
+    network = as_node(arguments.get("network"))
     made = class_of(network)
     if getattr(made, "__module__", "").startswith("fl_lightning.models."):
         arguments["network"] = network
@@ -65,13 +65,6 @@ def fit_network_to_data(command: Command) -> None:
     if "num_classes" in takes and classes is not None:
         arguments["num_classes"] = classes
     command.config["model"] = {**command.config["model"], "learner": learner}
-
-
-def _node(given: Any) -> dict[str, Any]:
-    """Return a node of the config with ``class_path`` and its own ``init_args``."""
-    node = given if isinstance(given, dict) else {"class_path": given}
-    arguments = node.get("init_args")
-    return {**node, "init_args": dict(arguments) if isinstance(arguments, dict) else {}}
 
 
 def _number(given: Any) -> Any:

@@ -21,7 +21,9 @@ from fl_lightning.lab.cli.classes import (
 from fl_lightning.lab.cli.compose import (
     OF_METHODS,
     Command,
+    as_list,
     as_loggers,
+    as_node,
     class_name,
     merge,
     plain_yaml,
@@ -165,13 +167,7 @@ def _with_method(
 
 def _items(value: Any) -> list[dict[str, Any]]:
     """Return the methods that a list names, or a single one, each with its ``init_args``."""
-    if not isinstance(value, list):
-        value = [value] if value else []
-    items = []
-    for item in value:
-        node = item if isinstance(item, dict) else {"class_path": item}
-        items.append({**node, "init_args": dict(node.get("init_args") or {})})
-    return items
+    return [as_node(item) for item in as_list(value or None)]
 
 
 def _set(items: list[dict[str, Any]], key: str, value: Any) -> None:

@@ -19,7 +19,7 @@ import yaml
 
 from fl_lightning.errors import UserError
 from fl_lightning.introspection.papers import declared
-from fl_lightning.lab.cli.compose import parse_yaml
+from fl_lightning.lab.cli.compose import as_node, parse_yaml
 from fl_lightning.machine.escaping import plain
 from fl_lightning.metrics import Directions, metrics_hash, read_rows, separated
 
@@ -89,12 +89,9 @@ class ReportedRun:
             return bool(self.record["validated_on"] == "test")
         # Older runs have only their config. Runs with these data sets have a test set and no
         # validation set.
-        data = self.config.get("data")
-        data = data if isinstance(data, dict) else {}
-        options = data.get("init_args")
-        options = options if isinstance(options, dict) else {}
+        data = as_node(self.config.get("data"))
         packaged = str(data.get("class_path")).rpartition("fl_lightning.datamodules.")[2]
-        return packaged in declared("has_test_set") and not options.get("val_fraction")
+        return packaged in declared("has_test_set") and not data["init_args"].get("val_fraction")
 
     @property
     def finished(self) -> bool:

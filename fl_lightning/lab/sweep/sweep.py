@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.introspection.init_args import flat
+from fl_lightning.introspection.init_args import differences, flat
 from fl_lightning.lab.cli.compose import parse_yaml
 from fl_lightning.lab.sweep import sweep_folder as files
 from fl_lightning.lab.sweep import workers
@@ -361,17 +361,13 @@ class Sweep:
             ) from None
         now = flat("", config)
         then = flat("", before if isinstance(before, dict) else {})
-        differ = []
-        for key in {**then, **now}:
-            if then.get(key) != now.get(key) and key not in _FREE:
-                differ.append(key)
+        differ = [name for name, *_ in differences(then, now) if name not in _FREE]
         rounds = then.get("trainer.max_epochs")
         asked = now.get("trainer.max_epochs")
         if isinstance(rounds, int) and isinstance(asked, int) and 0 < asked < rounds:
             differ.append("trainer.max_epochs")
         if differ:
-            began = then.get(differ[0], "nothing")
-            wanted = now.get(differ[0], "nothing")
+            began, wanted = (each.get(differ[0], "nothing") for each in (then, now))
             raise UserError(
                 f"sweep {self.spec.name}: {run.folder} began with {differ[0]} {began}, and now it "
                 f"is {wanted}. Runs with other settings belong in another folder: give --out, or "
