@@ -154,7 +154,7 @@ class Results:
         self.buffers = {n: v for n, v in averaged.items() if _is_real(v)}
         self.maxima = {n: v for n, v in averaged.items() if not _is_real(v)}
         # Which clients train which coordinates: each client says so itself.
-        self.holds = self.methods.partial_training is not None and round.trained is None
+        self.holds = self.methods.owner("trained") is not None and round.trained is None
 
     def of_client(self, fields: Fields, client: int) -> ClientResult:
         """Return one client's results."""
