@@ -206,7 +206,7 @@ class Results:
         w = self.round.w
         if self.holds:
             home.holds = fields.mask("holds", self.size).to(w.device)
-        where = round_messages.travelling(self.round, home)
+        where = home.sends(self.round)
         codes = fields.under("code")
         if self.decode is not None:
             home.update = self._decoded(codes, home.client).to(w.device)
@@ -239,7 +239,7 @@ class Results:
         came = fields.under("upload")
         absent = fields.under("absent")
         w = self.round.w
-        where = round_messages.travelling(self.round, home)
+        where = home.sends(self.round)
         for key, each in self.uploads.items():
             # A hook need not assign it in each round; then the client says so.
             if key in absent.numbers:
