@@ -119,7 +119,7 @@ class ServerStep:
             return
         # An optimizer with momentum moves coordinates whose gradient is 0, so these are restored.
         for name, value in self._by_coordinate(w):
-            old = before.get(name, torch.zeros_like(value))
+            old = before[name] if name in before else torch.zeros_like(value)
             value.copy_(torch.where(moves, value, old))
 
     def _by_coordinate(self, w: Tensor) -> Iterator[tuple[str, Tensor]]:
