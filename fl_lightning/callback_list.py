@@ -25,6 +25,8 @@ from fl_lightning.checks.notes import refuse_optimizer
 from fl_lightning.errors import UserError, WrongKind, suggest
 from fl_lightning.introspection.hook_arguments import MAY_TAKE, refuse_other_arguments, takes
 from fl_lightning.round import partial_training
+from fl_lightning.round.model_parts import Parts
+from fl_lightning.round.partial_training import PartialTraining
 from fl_lightning.round.transaction import RoundTransaction
 from fl_lightning.schedules import arguments
 
@@ -355,9 +357,10 @@ class CallbackList:
             return gradient
         return checked_rows(call, returned, gradient)
 
-    def parts(self, layout: Layout) -> list[tuple[Tensor, int | None]]:
+    def parts(self, layout: Layout, device: torch.device) -> Parts | None:
         owner = self.owner("parts")
-        return owner(layout) if owner else []
+        given = owner(layout) if owner else []
+        return Parts(given, layout.size, device) if given else None
 
     def sent_to_clients(self) -> dict[str, Declaration]:
         return {key: declared for key, declared in self.declared.items() if declared.goes_down}
@@ -389,9 +392,9 @@ class CallbackList:
         return owner is not None and owner.blind
 
     @property
-    def partial_training(self) -> FederatedCallback | None:
-        """Return the callback that chooses which coordinates clients train; None: all."""
-        return self._owned_by.get("trained")
+    def partial_training(self) -> PartialTraining:
+        """Return the callback that chooses which coordinates clients train, if there is one."""
+        return self._owned_by.get("trained", PartialTraining())
 
     @property
     def personal_of_all(self) -> bool:

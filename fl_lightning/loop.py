@@ -210,11 +210,10 @@ class FederatedLoop:
             optimizer_rows=[n for n in self.state.rows.names() if n.startswith("optimizer.")],
             rates=self.client_rates.in_round(transaction.t, factor, reached),
         )
-        owner = self.methods.partial_training
         return replace(
             round,
             trained=mask_of_round(self.methods, round),
-            server_moves=owner is not None and owner.server_moves,
+            server_moves=self.methods.partial_training.server_moves,
         )
 
     def chosen(self, select: Callable[..., object], transaction: RoundTransaction) -> list[int]:

@@ -46,7 +46,6 @@ from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Evaluate
 from fl_lightning.round.declared_state import ClientState
 from fl_lightning.round.global_model import GlobalModel
-from fl_lightning.round.model_parts import Parts
 from fl_lightning.round.partial_training import check_added, check_parts
 from fl_lightning.round.settings import Settings
 from fl_lightning.schedules import decay_factor
@@ -330,7 +329,8 @@ class FederatedRun:
         # either.
         for callback in self.methods.callbacks:
             callback.check_layout(model.layout, cohort.m, model.w.detach())
-        check_parts(self.methods, model.layout)
+        parts = self.methods.parts(model.layout, model.w.device)
+        check_parts(self.methods, parts, model.layout)
         with random_state_kept(model.w):
             check_added(self.methods.callbacks, model.learner, model.layout)
         kept = self.settings.keep_optimizer_state
@@ -343,8 +343,6 @@ class FederatedRun:
         if self.resumed_from is not None:
             noted = assignments.noting(self.methods.callbacks, self.note)
         assert self.engine is not None
-        given = self.methods.parts(model.layout)
-        parts = Parts(given, model.layout.size, model.w.device) if given else None
         progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         self.loop = FederatedLoop(
             settings=self.settings,

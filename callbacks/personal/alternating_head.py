@@ -85,10 +85,11 @@ class AlternatingHead(FederatedCallback):
         self.head = head
 
     def parts(self, layout: Layout) -> list[Part]:
-        return [(self._mask(layout), None)]
+        return [(layout.mask(layout.named(self.head, "AlternatingHead")), None)]
 
     def on_local_start(self, clients: Clients) -> None:
-        self.of_head[clients] = self._mask(clients.layout).to(clients.x.device)
+        ((head, _),) = self.parts(clients.layout)
+        self.of_head[clients] = head.to(clients.x.device)
         first = torch.minimum(clients.steps_of(self.head_epochs), clients.steps)
         clients.moves(torch.where(self.of_head[clients], first, clients.steps - first))
 
@@ -106,6 +107,3 @@ class AlternatingHead(FederatedCallback):
         """``(n, D)`` bool: the coordinates that rest in the present step."""
         trains_head = clients.step < clients.steps_of(self.head_epochs)
         return self.of_head[clients] ^ trains_head
-
-    def _mask(self, layout: Layout) -> Tensor:
-        return layout.mask(layout.named(self.head, "AlternatingHead"))

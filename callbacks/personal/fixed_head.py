@@ -53,16 +53,14 @@ class FixedHead(FederatedCallback):
         self.head = head
 
     def parts(self, layout: Layout) -> list[Part]:
-        return [(self._mask(layout), None)]
+        return [(layout.mask(layout.named(self.head, "FixedHead")), None)]
 
     def on_local_start(self, clients: Clients) -> None:
-        self.of_head[clients] = self._mask(clients.layout).to(clients.x.device)
+        ((head, _),) = self.parts(clients.layout)
+        self.of_head[clients] = head.to(clients.x.device)
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:
         gradient.masked_fill_(self.of_head[clients], 0.0)
 
     def on_local_step_end(self, clients: Clients) -> None:
         clients.x = torch.where(self.of_head[clients], clients.start, clients.x)
-
-    def _mask(self, layout: Layout) -> Tensor:
-        return layout.mask(layout.named(self.head, "FixedHead"))

@@ -122,7 +122,7 @@ class RandomK(FederatedCallback):
     ) -> Tensor:
         """Return the result of :meth:`compress` ``(D,)``, from the arrays of ``encode``."""
         w = run._transaction.w
-        trained = run._transaction.trained_by_all
+        trained = run._transaction.round.trained
         kept = self._drawn(len(w), round, client, run, trained).to(w.device)[None]
         wire.check_arrays(arrays, {"values": kept.shape[1]})
         return _placed(wire.as_tensor(arrays["values"], like=w), kept, len(w))[0]

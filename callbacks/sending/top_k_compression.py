@@ -110,7 +110,7 @@ class TopKCompression(FederatedCallback):
     ) -> Tensor:
         """Return the result of :meth:`compress` ``(D,)``, from the arrays of ``encode``."""
         w = run._transaction.w
-        trained = run._transaction.trained_by_all
+        trained = run._transaction.round.trained
         k = self._number(len(w) if trained is None else int(trained.sum()))
         wire.check_arrays(arrays, {"values": k, "indices": k})
         if len(set(arrays["indices"].tolist())) < k or arrays["indices"].dtype.kind != "i":

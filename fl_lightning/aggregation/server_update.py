@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,6 @@ from fl_lightning.callback_list import CallbackList, checked_rows
 from fl_lightning.errors import Diverged
 from fl_lightning.learner.layout import all_finite
 from fl_lightning.machine.processes import world_size
-from fl_lightning.round import partial_training
 from fl_lightning.round.client_sums import Total
 from fl_lightning.round.context import Round
 from fl_lightning.round.global_model import GlobalModel
@@ -55,13 +54,16 @@ def aggregated(transaction: RoundTransaction, methods: CallbackList, server: Ser
 
 def mean_of(total: Total, methods: CallbackList, server: Server, round: Round) -> Tensor:
     """Weighted mean of the transmitted updates, over the clients that trained a coordinate."""
-    owner = methods.partial_training
-    if owner is None or total.holders is None:
-        return total.mean(total.weighted, round.wide)
-    assert total.weighted is not None and total.weight is not None
-    return partial_training.averaged(
-        owner.averaged_over, total.weighted, total.holders, total.weight, server.given, round.w
-    )
+    holders, rule = total.holders, methods.partial_training.averaged_over
+    if holders is not None and rule == "holders":
+        assert total.weighted is not None
+        divisor = torch.where(holders > 0, holders, 1.0).to(round.wide)
+        return torch.where(holders > 0, total.weighted / divisor, 0.0)
+    mean = total.mean(total.weighted, round.wide)
+    if holders is None or rule == "all":
+        return mean
+    share = total.mean(holders, holders.dtype).to(mean)
+    return mean + (share * server.given.to(mean) - round.w.to(mean))
 
 
 def masked(server: Server) -> Tensor:
@@ -103,13 +105,9 @@ class ServerStep:
 
         ``moves`` ``(D,)``: the coordinates at which w and (D,)-shaped state may change; None: all.
         """
-        old_w = torch.empty(0)
-        old_state: dict[str, Tensor] = {}
+        before: dict[str, Tensor] = {}
         if moves is not None:
-            old_w = w.detach().clone()
-            for name, value in self._state(w).items():
-                if isinstance(value, Tensor):
-                    old_state[name] = value.clone()
+            before = {name: value.clone() for name, value in self._by_coordinate(w)}
         # If no coordinate may move, the optimizer gets no gradient, so that it does not count a
         # step.
         w.grad = None if moves is not None and not bool(moves.any()) else update.neg()
@@ -120,16 +118,15 @@ class ServerStep:
         if moves is None:
             return
         # An optimizer with momentum moves coordinates whose gradient is 0, so these are restored.
-        with torch.no_grad():
-            w.copy_(torch.where(moves, w, old_w))
-            for name, value in self._state(w).items():
-                if isinstance(value, Tensor) and value.shape == w.shape:
-                    old = old_state.get(name, torch.zeros_like(value))
-                    value.copy_(torch.where(moves, value, old))
+        for name, value in self._by_coordinate(w):
+            old = before[name] if name in before else torch.zeros_like(value)
+            value.copy_(torch.where(moves, value, old))
 
-    def _state(self, w: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self.optimizer.state.get(w, {})
-        return state
+    def _by_coordinate(self, w: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Return w, under no name, and state with one number per coordinate, by its name."""
+        for name, value in {"": w.detach(), **self.optimizer.state.get(w, {})}.items():
+            if isinstance(value, Tensor) and value.shape == w.shape:
+                yield name, value
 
     def snapshot(self, model: GlobalModel) -> tuple[Tensor, Callable[[], None]]:
         """Copy the values that the step changes in place: w^t, and the optimizer with its step

@@ -21,21 +21,17 @@ DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES, GRADIENTS, FORW
 COUNTS = 8
 
 
-def of_client(
-    group: ClientGroup, buffers: Mapping[str, Tensor], methods: CallbackList
-) -> list[int]:
-    counts = [0] * COUNTS
+def of_client(group: ClientGroup, methods: CallbackList) -> list[int]:
     # Coordinates of which the client has a valid copy are not sent.
-    kept = 0 if group.kept_mask is None else int(group.kept_mask[0].sum())
-    counts[DOWN_PARAMETERS] = group.round.layout.size - kept
-    owner = methods.partial_training
-    if owner is not None and owner.untrained == "zero" and group.untrained is not None:
-        counts[DOWN_PARAMETERS] = int((~group.untrained).sum())
-    counts[CLIENTS] = 1
-    count_down(counts, group.round, group.ids[0], methods)
+    down = group.round.layout.size
+    if group.kept_mask is not None:
+        down -= int(group.kept_mask[0].sum())
+    if group.untrained is not None and methods.partial_training.untrained == "zero":
+        down = int((~group.untrained).sum())
+    counts = sent_down(group.round, group.ids[0], methods, down)
     counts[GRADIENTS] = sum(map(group.gradients, group.ids))
     counts[FORWARDS] = sum(map(group.passes, group.ids))
-    counts[BUFFER_BYTES] = 2 * _bytes_of(buffers, group.round)  # sent down, and sent up again
+    counts[BUFFER_BYTES] *= 2  # sent down, and sent up again
     return counts
 
 
@@ -58,14 +54,16 @@ def count_down(counts: list[int], round: Round, client: int | None, methods: Cal
             return
 
 
-def add_upload(counts: list[int], group: ClientGroup, methods: CallbackList) -> None:
-    """Add a client's upload: update, if averaged, uploads, and rows that are sent up."""
+def add_upload(
+    counts: list[int], group: ClientGroup, where: Tensor | None, methods: CallbackList
+) -> None:
+    """Add a client's upload: update, uploads, and rows that are sent up.
+
+    ``where`` ``(D,)`` bool: the coordinates that it sends; None: all.
+    """
     going_up = methods.going_up()
-    averaged = group.round.averaged
     size = group.x.element_size()
-    everywhere = group.round.layout.size if averaged is None else int(averaged.sum())
-    if averaged is None and group.untrained is not None:
-        everywhere = int((~group.untrained).sum())
+    everywhere = group.round.layout.size if where is None else int(where.sum())
     parameters, number = group.transmitted
     # The client's results have been collected by now, so reading this tensor does not wait.
     up = everywhere if parameters is None else float(parameters)
@@ -206,12 +204,14 @@ def _as_planned(
     return buffers * (planned.downloads + planned.uploads)
 
 
-def sent_down(round: Round, client: int | None, methods: CallbackList) -> list[int]:
+def sent_down(
+    round: Round, client: int | None, methods: CallbackList, numbers: int | None = None
+) -> list[int]:
     """Return the counts of a client that is sent the model, and sends nothing back; ``client`` as
-    in :func:`count_down`.
+    in :func:`count_down`; ``numbers``: how many of w it is sent; None: all.
     """
     counts = [0] * COUNTS
-    counts[DOWN_PARAMETERS] = round.layout.size
+    counts[DOWN_PARAMETERS] = round.layout.size if numbers is None else numbers
     counts[CLIENTS] = 1
     counts[BUFFER_BYTES] = _bytes_of(round.buffers, round)
     count_down(counts, round, client, methods)

@@ -22,7 +22,7 @@ from fl_lightning.machine.processes import gathered
 from fl_lightning.round.client_group import ClientGroup
 from fl_lightning.round.client_sums import Total
 from fl_lightning.round.clients import Clients
-from fl_lightning.round.context import BUFFER
+from fl_lightning.round.context import BUFFER, Round
 from fl_lightning.round.transaction import RoundTransaction
 
 # In runs with personal models, the client state of this name holds each client's latest round.
@@ -40,8 +40,7 @@ class ClientResult:
         answered: whether it sent its results; if not, it counts as dropped.
         finished: whether all its results are finite; if not, only its counts are set.
         update: ``(D,)``, as transmitted; ``shared``: a method may still hold and change it.
-        trained: ``(D,)``, the update before it was transmitted, if parts are not averaged; else
-            None.
+        before_transmit: ``(D,)``, the update before that, if parts are not averaged; else None.
         uploads, logs: by name, one row and one number each.
         buffers: changes of averaged buffers; ``maxima``: values of buffers that count.
         rows: rows of states, by name; ``exchanged``: those that the client's neighbours get.
@@ -56,7 +55,7 @@ class ClientResult:
     finished: bool = False
     update: Tensor | None = None
     shared: bool = False
-    trained: Tensor | None = None
+    before_transmit: Tensor | None = None
     uploads: dict[str, Tensor] = field(default_factory=dict)
     logs: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -67,6 +66,10 @@ class ClientResult:
     kept: int | None = None
     holds: Tensor | None = None
     withheld: bool = False
+
+    def sends(self, round: Round) -> Tensor | None:
+        """Return ``(D,)`` bool: the coordinates that the client sends; None: all."""
+        return self.holds if round.averaged is None else round.averaged
 
 
 class UpdateAccumulator:
@@ -141,8 +144,11 @@ class UpdateAccumulator:
     def result_of(self, group: ClientGroup) -> ClientResult:
         (client,) = group.ids
         round = self.transaction.round
-        counts = traffic.of_client(group, round.buffers, self.methods)
+        counts = traffic.of_client(group, self.methods)
         home = ClientResult(client, counts)
+        if group.untrained is not None and round.trained is None:
+            home.holds = ~group.untrained[0]
+        where = home.sends(group.round)
         # After a `broadcast`, and in asynchronous runs, `given` is the model that the client was
         # given.
         given = group.round.w
@@ -150,10 +156,8 @@ class UpdateAccumulator:
         transmits = self.methods.owner("transmit") is not None
         # FedAsync mixes with the server's present model, which a client that compresses does not
         # have.
-        update = group.x - (given if base is None or transmits else base)
         # A client does not send coordinates that it did not train, whatever their values are.
-        if group.untrained is not None:
-            update = update.masked_fill(group.untrained, 0.0)
+        update = group.trained_part(group.x - (given if base is None or transmits else base))
         # A client counts only if everything that it contributes is finite: its update, the models
         # that it keeps, what methods have it send, and its buffers.
         kept = [row for _, row in group.written() if row.shape == update.shape]
@@ -169,15 +173,13 @@ class UpdateAccumulator:
             # The message would have the usual size, so count its traffic with a finite stand-in,
             # which is then dropped.
             UpdateAccumulator.transmitted(self, group, torch.zeros_like(update))
-            traffic.add_upload(counts, group, self.methods)
+            traffic.add_upload(counts, group, where, self.methods)
             return home
         home.finished = True
-        if group.untrained is not None and round.trained is None:
-            home.holds = ~group.untrained[0]
         # Parts that are not averaged are evaluated as the client trained them, not as it sent them.
         # So save them before `transmit` may compress or perturb the update.
         if round.parts is not None:
-            home.trained = update[0].to(round.wide, copy=True)
+            home.before_transmit = update[0].to(round.wide, copy=True)
         sent = self.transmitted(group, update)
         home.shared = transmits
         if transmits and base is not None:
@@ -188,7 +190,7 @@ class UpdateAccumulator:
         group.drop_scratch()
         home.update = sent[0]
         home.uploads = {key: value[0] for key, value in group.uploads.items()}
-        traffic.add_upload(counts, group, self.methods)
+        traffic.add_upload(counts, group, where, self.methods)
         home.logs = {name: per_client[0] for name, per_client in group.logs.items()}
         home.metrics = group.metrics
         rows = {key: value[0] for key, value in group.written()}
@@ -226,8 +228,8 @@ class UpdateAccumulator:
         assert home.update is not None
         update = home.update.to(self.transaction.round.wide)
         values.weight = torch.tensor(float(weight), dtype=torch.float64)
-        if home.trained is not None:
-            values.copies = home.trained * weight
+        if home.before_transmit is not None:
+            values.copies = home.before_transmit * weight
         if home.holds is not None:
             values.holders = home.holds.to(torch.float64) * weight
         if not self.gathers:

@@ -208,7 +208,7 @@ def begin(work: LocalTraining, group: ClientGroup) -> None:
     """Bring clients from the server's model to their starts: kept parts, then methods' changes."""
     group.take_kept_parts()
     methods = work.methods
-    at_zero = methods.partial_training is not None and methods.partial_training.untrained == "zero"
+    at_zero = methods.partial_training.untrained == "zero"
     group.untrained = mask_of(methods, group)
     version = group.x._version
     methods.run("on_local_start", Clients(group))
@@ -217,7 +217,7 @@ def begin(work: LocalTraining, group: ClientGroup) -> None:
             "a method's on_local_start changed clients.x, but its class has moves_start = False"
         )
     # Do this after the methods, which may have moved untrained coordinates.
-    group.reset_untrained(at_zero)
+    group.hold(torch.zeros_like(group.round.w) if at_zero else group.round.w)
     group.begin(own_starts=methods.move_starts or at_zero)
 
 

@@ -166,15 +166,14 @@ class LocalStep:
         # Copying gradients into one vector takes as long as the step of a small network. So it is
         # skipped if nothing needs the gradient as (n, D).
         self.changed = bool(self.changes or self.directions)
-        self.untrained = group.untrained
-        optimizer.set_untrained(self.untrained)
+        optimizer.set_untrained(group.untrained)
         as_vector = (
             self.samples is not None
             or self.changed
             or self.limit is not None
+            or group.untrained is not None
             or not optimizer.plain
         )
-        as_vector |= self.untrained is not None
         self.per_parameter = None if as_vector else model.per_parameter
         # Any hook may call `gradient_at`, and the first step shows whether one does. Until then the
         # state before the step is kept; afterwards only if it is needed.
@@ -215,11 +214,11 @@ class LocalStep:
             self.step(gradient)
         else:
             self.step_at(gradient, self.rate)
-        self.group.hold()
+        self.group.hold(self.group.start)
         for end in self.step_ends:
             checked_nothing(end, self.methods.call(end, self.clients))
         if self.step_ends:
-            self.group.hold()
+            self.group.hold(self.group.start)
         # `on_train_batch_end` sees the model after the step, as in plain training.
         if self.hooks is not None:
             self.hooks.batch_end(self.missing)
@@ -232,11 +231,11 @@ class LocalStep:
         """What the client optimizer follows, from the loss gradient ``(n, D)``."""
         clips = self.limit is not None
         gradient = self.after(self.changes, gradient, kept=bool(self.directions) and not clips)
-        gradient = self.trained_part(gradient)
+        gradient = self.group.trained_part(gradient)
         # Clipping limits the gradient including corrections, and not the direction.
         if clips:
             gradient = self.clip(gradient)
-        return self.trained_part(self.after(self.directions, gradient))
+        return self.group.trained_part(self.after(self.directions, gradient))
 
     def after(
         self, hooks: Sequence[Callable[..., Any]], gradient: Tensor, kept: bool = False
@@ -272,10 +271,6 @@ class LocalStep:
         self.step(gradient)
         # At a rate of 1 the bits are those of the full step.
         x.copy_(before.lerp_(x, given.to(x.dtype)))
-
-    def trained_part(self, gradient: Tensor) -> Tensor:
-        """A gradient with zeros where clients do not train, so that norms are of the rest."""
-        return gradient if self.untrained is None else gradient.masked_fill(self.untrained, 0.0)
 
     def remember(self) -> None:
         """Remember generators and buffers as the step begins, for gradients at other points."""
@@ -319,7 +314,7 @@ class LocalStep:
                 "Change a copy: x = x.clone()."
             )
         gradient = gradient_of(self.batch, self.index, **options)
-        return gradient if self.untrained is None else self.trained_part(gradient)
+        return self.group.trained_part(gradient)
 
     def loss_gradient(self) -> Any:
         """∇ℓ at x, or at the perturbed point by the same batch; without weight decay."""
@@ -344,8 +339,8 @@ class LocalStep:
         x = self.model.x
         total = torch.zeros_like(x, dtype=torch.float64)
         for gradients in samples.of(self.batch, self.index):
-            if self.untrained is not None:
-                gradients.whole.masked_fill_(self.untrained, 0.0)
+            if self.group.untrained is not None:
+                gradients.whole.masked_fill_(self.group.untrained, 0.0)
             if self.scale is not None:
                 norms = gradients.norms()[None]
                 scales = self.methods.call(self.scale, self.clients, norms)
@@ -358,7 +353,7 @@ class LocalStep:
         if self.reduced is not None:
             given = self.methods.call(self.reduced, self.clients, total)
             total = total if given is None else checked_rows(self.reduced, given, x)
-        return self.trained_part(total.to(x.dtype))
+        return self.group.trained_part(total.to(x.dtype))
 
     @contextmanager
     def perturbed(self, perturb: Callable[..., Any], before: RandomState | None) -> Iterator[None]:
@@ -380,7 +375,7 @@ class LocalStep:
         """Return the perturbation e (n, D), which a step adds to x; checked against ``like``."""
         given = () if self.blind else (gradient,)
         e = self.methods.call(perturb, self.clients, *given)
-        return self.trained_part(checked_rows(perturb, e, like))
+        return self.group.trained_part(checked_rows(perturb, e, like))
 
     def clip(self, gradient: Tensor) -> Tensor:
         """× min(1, clip_norm/‖g‖), each client over all D coordinates."""

@@ -154,7 +154,7 @@ class Results:
         self.buffers = {n: v for n, v in averaged.items() if _is_real(v)}
         self.maxima = {n: v for n, v in averaged.items() if not _is_real(v)}
         # Which clients train which coordinates: each client says so itself.
-        self.holds = self.methods.partial_training is not None and round.trained is None
+        self.holds = self.methods.owner("trained") is not None and round.trained is None
 
     def of_client(self, fields: Fields, client: int) -> ClientResult:
         """Return one client's results."""
@@ -206,7 +206,7 @@ class Results:
         w = self.round.w
         if self.holds:
             home.holds = fields.mask("holds", self.size).to(w.device)
-        where = round_messages.travelling(self.round, home)
+        where = home.sends(self.round)
         codes = fields.under("code")
         if self.decode is not None:
             home.update = self._decoded(codes, home.client).to(w.device)
@@ -239,7 +239,7 @@ class Results:
         came = fields.under("upload")
         absent = fields.under("absent")
         w = self.round.w
-        where = round_messages.travelling(self.round, home)
+        where = home.sends(self.round)
         for key, each in self.uploads.items():
             # A hook need not assign it in each round; then the client says so.
             if key in absent.numbers:

@@ -119,7 +119,7 @@ def packed_client(
     if not home.finished:
         return
     assert home.update is not None
-    where = travelling(round, home)
+    where = home.sends(round)
     if encoded is not None:
         arrays |= {at + "code/" + name: array for name, array in encoded.items()}
     else:
@@ -147,11 +147,6 @@ def packed_client(
         numbers[at + "withheld"] = 1
     else:
         _put_logs(message, at, home)
-
-
-def travelling(round: Round, home: ClientResult) -> Tensor | None:
-    """Return ``(D,)`` bool: the coordinates that a client sends; None: all."""
-    return home.holds if round.averaged is None else round.averaged
 
 
 def _part(values: Tensor, where: Tensor | None) -> Tensor:

@@ -55,7 +55,7 @@ class SentModel:
         if before is None and self.methods.start_from_w0:
             round_messages.put(message.arrays, "w0", round.initial_model)
         foresees = any(callback.has("foreseen") for callback in self.methods.callbacks)
-        partly = round.parts is not None or self.methods.partial_training is not None or foresees
+        partly = round.parts is not None or self.methods.owner("trained") is not None or foresees
         if partly and (self._latest is None or not torch.equal(self._latest, w)):
             self._latest = w.detach().clone()
         self._given[message.site] = int(message.numbers["question"]), self._latest

@@ -26,7 +26,6 @@ from fl_lightning.round.client_group import ClientGroup
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import BUFFER, ClientRates, Evaluate, Round
 from fl_lightning.round.global_model import GlobalModel
-from fl_lightning.round.model_parts import Parts
 from fl_lightning.round.transaction import RoundTransaction
 from fl_lightning.sampling import generator
 from fl_lightning.schedules import decay_factor
@@ -143,7 +142,6 @@ def of_checkpoint(
     w = model.w.detach()
     buffers = model.buffers()
     layout = model.layout
-    parts = methods.parts(layout)
     owned = {name.removeprefix(BUFFER) for name in rows.store.names() if name.startswith(BUFFER)}
     round = Round(
         t=max(state.rounds - 1, 0),
@@ -157,7 +155,7 @@ def of_checkpoint(
         rates=ClientRates(1.0, torch.zeros((), dtype=torch.float64)),
         read=rows.read,
         server_states=state.server,
-        parts=Parts(parts, layout.size, w.device) if parts else None,
+        parts=methods.parts(layout, w.device),
         seed=held.seed,
         own_buffers=owned,
     )

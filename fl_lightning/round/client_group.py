@@ -117,15 +117,14 @@ class ClientGroup:
         if self.kept_mask is not None and self.kept_origin is not None:
             self.kept_origin = torch.where(self.kept_mask, self.kept_origin, self.start)
 
-    def reset_untrained(self, at_zero: bool) -> None:
-        """Set coordinates that the clients do not train to the given values, or to 0."""
-        if self.untrained is not None:
-            stand = torch.zeros_like(self.round.w) if at_zero else self.round.w
-            self.x.copy_(torch.where(self.untrained, stand, self.x))
+    def hold(self, at: Tensor | None) -> None:
+        """Set coordinates that the clients do not train to these values."""
+        if self.untrained is not None and at is not None:
+            self.x.copy_(torch.where(self.untrained, at, self.x))
 
-    def hold(self) -> None:
-        if self.untrained is not None and self.start is not None:
-            self.x.copy_(torch.where(self.untrained, self.start, self.x))
+    def trained_part(self, v: Tensor) -> Tensor:
+        """Return values ``(n, D)`` with zeros where the clients do not train."""
+        return v if self.untrained is None else v.masked_fill(self.untrained, 0.0)
 
     def step_done(self) -> None:
         if self.step is not None:

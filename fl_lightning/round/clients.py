@@ -361,9 +361,8 @@ class Clients(HookSubject):
 
     def norm(self, v: Tensor) -> Tensor:
         """‖v‖ of each client's row over the coordinates that it trains: ``(n, D)`` → ``(n, 1)``."""
-        untrained = self._group.untrained
-        if untrained is not None and v.shape == untrained.shape:
-            v = v.masked_fill(untrained, 0.0)
+        if v.shape == self._group.x.shape:
+            v = self._group.trained_part(v)
         norm: Tensor = torch.linalg.vector_norm(v, dim=1, keepdim=True)
         return norm
 

@@ -104,15 +104,19 @@ class Declaration:
         first = first.to(self.dtype or round.w.dtype)
         return first.expand(self.sized(round.w.numel()))
 
-    def settled(self, value: Tensor, old: Callable[[], Tensor], averaged: Tensor | None) -> Tensor:
-        """Return the value that is committed.
+    def settled(
+        self, value: Tensor, old: Tensor | None, round: Any, averaged: Tensor | None
+    ) -> Tensor:
+        """Return the value that is committed; ``old``: the one before, if it was ever written.
 
         Synchronised state keeps its old value on parts not averaged; with k rows of D numbers
         this holds for each row. ``averaged``: ``(D,)`` bool; None: all is averaged.
         """
         if averaged is None or not self.synchronised or value.shape[-1:] != averaged.shape:
             return value
-        return torch.where(averaged, value, old())
+        if old is None:
+            old = self.first(round).to(value.device)
+        return torch.where(averaged, value, old)
 
     def summed_as(self, default: torch.dtype) -> torch.dtype:
         """Return the dtype of its sums, at least float32 for floats; ``default``: the learner's."""

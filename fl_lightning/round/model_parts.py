@@ -10,7 +10,8 @@ valid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -39,7 +40,6 @@ class Parts:
     def __init__(
         self, parts: list[tuple[Tensor, int | None]], size: int, device: torch.device
     ) -> None:
-        self.size = size
         covered = torch.zeros(size, dtype=torch.bool)
         self.masks: list[Tensor] = []
         self.periods: list[int | None] = []
@@ -53,20 +53,20 @@ class Parts:
             if period != 1 and bool(mask.any()):
                 self.masks.append(mask.to(device))
                 self.periods.append(period)
-        self.kept = torch.zeros(size, dtype=torch.bool, device=device)
-        for mask in self.masks:
-            self.kept |= mask
+        self.none = torch.zeros(size, dtype=torch.bool, device=device)
+        self.kept = self.union([True] * len(self.masks))
+
+    def union(self, wanted: Iterable[bool]) -> Tensor:
+        """Return ``(D,)`` bool: the coordinates of the wanted parts."""
+        chosen = [mask for mask, counts in zip(self.masks, wanted, strict=True) if counts]
+        return reduce(torch.bitwise_or, chosen, self.none)
 
     def due(self, t: int, period: int | None) -> bool:
         return period is not None and (t + 1) % period == 0
 
     def averaged(self, t: int) -> Tensor:
         """Return ``(D,)`` bool: coordinates averaged at the end of round t."""
-        averaged = torch.ones(self.size, dtype=torch.bool, device=self.kept.device)
-        for mask, period in zip(self.masks, self.periods, strict=True):
-            if not self.due(t, period):
-                averaged &= ~mask
-        return averaged
+        return ~self.union(not self.due(t, period) for period in self.periods)
 
     def last_averaged(self, t: int, states: Mapping[str, Tensor]) -> list[int]:
         """For each part the last round before t in which it was averaged; -1: none."""
@@ -76,11 +76,7 @@ class Parts:
 
     def pending(self, t: int, states: Mapping[str, Tensor]) -> Tensor:
         """``(D,)`` bool: coordinates not averaged in round t; ``states``: after round t."""
-        pending = torch.zeros_like(self.kept)
-        for mask, last in zip(self.masks, self.last_averaged(t + 1, states), strict=True):
-            if last != t:
-                pending |= mask
-        return pending
+        return self.union(last != t for last in self.last_averaged(t + 1, states))
 
     def after(self, t: int, states: Mapping[str, Tensor], finished: bool) -> dict[str, Tensor]:
         """The state of last averages after round t; ``finished``: whether a client finished."""

@@ -20,6 +20,7 @@ from fl_lightning.learner.layout import Layout
 from fl_lightning.round.base_weights import declared_bases
 from fl_lightning.round.client_group import ClientGroup
 from fl_lightning.round.clients import Clients
+from fl_lightning.round.model_parts import Parts
 
 
 class PartialTraining:
@@ -162,8 +163,7 @@ def mask_of(methods: Any, group: ClientGroup) -> Tensor | None:
 
 def mask_of_round(methods: Any, round: Any) -> Tensor | None:
     """``(D,)`` bool: coordinates that all clients of a round train; None: there is no rule."""
-    hook = methods.owner("trained")
-    if hook is None or not methods.partial_training.alike:
+    if not methods.partial_training.alike:
         return None
     client = round.ids[0] if round.ids else 0
     group = ClientGroup(round, [client], round.w.clone().view(1, -1))
@@ -206,7 +206,7 @@ def check_companions(callbacks: Sequence[Any]) -> None:
                 )
 
 
-def check_parts(methods: Any, layout: Layout) -> None:
+def check_parts(methods: Any, parts: Parts | None, layout: Layout) -> None:
     """Refuse clients' own copies of adapters, if the server takes products of all adapters or
     changes frozen weights.
 
@@ -214,11 +214,10 @@ def check_parts(methods: Any, layout: Layout) -> None:
         UserError: naming both methods and a parameter.
     """
     asking = [each for each in methods.callbacks if each.needs_products or declared_bases(each)]
-    kept = torch.zeros(layout.size, dtype=torch.bool)
-    for mask, _ in methods.parts(layout) if asking else ():
-        kept |= mask.cpu()
+    if parts is None or not asking:
+        return
     factors = chain.from_iterable((each.a, each.b) for each in layout.adapters)
-    own = [name for name in factors if kept[layout[name][0]].any()]
+    own = [name for name in factors if parts.kept[layout[name][0]].any()]
     for callback in asking if own else ():
         name = type(callback).__name__
         keeps = methods.name_of_owner("parts")
@@ -303,24 +302,3 @@ def why_not_with(callback: Any, facts: Any) -> str:
     if facts.server_rate != 1:
         return f"{sets} the server optimizer's learning rate is not 1 in all rounds"
     return ""
-
-
-def averaged(
-    rule: str, weighted: Tensor, holders: Tensor, weight: Tensor, given: Tensor, w: Tensor
-) -> Tensor:
-    """Return the aggregated update ``(D,)`` if clients train different coordinates.
-
-    Args:
-        weighted: Σ p_i u_i.
-        holders: Σ p_i over the clients that trained a coordinate, float64.
-        weight: Σ p_i.
-        given: the model that clients got as w.
-    """
-    if rule == "holders":
-        divisor = torch.where(holders > 0, holders, 1.0).to(weighted.dtype)
-        return torch.where(holders > 0, weighted / divisor, 0.0)
-    mean = weighted / weight.to(weighted.device, weighted.dtype)
-    if rule == "all":
-        return mean
-    share = (holders / weight.to(holders)).to(weighted.dtype)
-    return mean + (share * given.to(mean) - w.to(mean))

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -116,13 +115,6 @@ class RoundTransaction:
         return self.round.w
 
     @property
-    def trained_by_all(self) -> Tensor | None:
-        """Return ``(D,)`` bool: the coordinates that every client of the round trains; None:
-        all, or clients differ.
-        """
-        return self.round.trained
-
-    @property
     def layout(self) -> Layout:
         return self.round.layout
 
@@ -229,11 +221,11 @@ class RoundTransaction:
         for key, copy in self._copies.items():
             if self.written_server(key) is copy:
                 self.server[key] = copy
-        settled: dict[str, Tensor] = {}
-        for key, value in self.server.items():
-            old = partial(self._old, self.round.server_states.get(key), declared[key], value)
-            settled[key] = declared[key].settled(value, old, self.round.averaged)
-        return settled
+        round = self.round
+        return {
+            key: declared[key].settled(value, round.server_states.get(key), round, round.averaged)
+            for key, value in self.server.items()
+        }
 
     def rows_to_commit(self, declared: Mapping[str, Declaration]) -> Rows:
         """The rows to commit; synchronised ones stay on parts that are not averaged."""
@@ -245,15 +237,9 @@ class RoundTransaction:
             # No method declares the rows that the framework itself keeps.
             if key in declared:
                 for client, row in by_client.items():
-                    committed = self.round.read(key, client)
-                    old = partial(self._old, committed, declared[key], row)
-                    by_client[client] = declared[key].settled(row, old, mask)
+                    old = self.round.read(key, client)
+                    by_client[client] = declared[key].settled(row, old, self.round, mask)
         return settled
-
-    def _old(self, committed: Tensor | None, declaration: Declaration, value: Tensor) -> Tensor:
-        if committed is not None:
-            return committed
-        return declaration.first(self.round).to(value.device)
 
 
 # A hook reads through these modules, so their frames lie between the hook and the refusal.

@@ -76,7 +76,7 @@ ADAPTER_FAULTS = [
     ),
     Fault(
         "the mean over holders is that over all",
-        [("fl_lightning/round/partial_training.py", 'if rule == "holders":', 'if rule == "all":')],
+        [("fl_lightning/aggregation/server_update.py", 'rule == "holders":', 'rule == "all":')],
     ),
     Fault(
         "a site applies the latest round's additions alone",

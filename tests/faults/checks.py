@@ -71,6 +71,7 @@ CORE: dict[str, list[str]] = {
         "tests/aggregation/test_gathering.py",
         "tests/callbacks/test_partial_averaging.py",
         "tests/callbacks/test_differential_privacy.py",
+        ADAPTERS,
     ],
     "fl_lightning/storage/client_rows.py": ["tests/storage/test_client_rows.py"],
     "fl_lightning/client/local_step.py": [

@@ -234,7 +234,7 @@ MODERN_FAULTS = [
     ),
     Fault(
         "the gradient of a sample has what is not trained",
-        [(STEP, "gradients.whole.masked_fill_(self.untrained, 0.0)", "pass")],
+        [(STEP, "gradients.whole.masked_fill_(self.group.untrained, 0.0)", "pass")],
     ),
     Fault(
         "the norm of a sample's gradient lacks the bias",
@@ -253,8 +253,8 @@ MODERN_FAULTS = [
         [
             (
                 STEP,
-                "return self.trained_part(self.after(self.directions, gradient))",
-                "return self.trained_part(self.after(self.directions[1:], gradient))",
+                "return self.group.trained_part(self.after(self.directions, gradient))",
+                "return self.group.trained_part(self.after(self.directions[1:], gradient))",
             )
         ],
     ),

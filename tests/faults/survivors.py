@@ -26,10 +26,9 @@ SURVIVORS = {
     ),
     **_equal(
         "alternating_head",
-        "self.of_head[clients] = self._mask(clients.layout).to(clients.x.device)",
+        "self.of_head[clients] = head.to(clients.x.device)",
         "equivalent: 2 is True in a mask",
-        "factor: self.of_head[clients] = self._mask(clients.layout).to(clients.x.device) "
-        "(column 0)",
+        "factor: self.of_head[clients] = head.to(clients.x.device) (column 0)",
     ),
     **_equal(
         "fl_lightning/round/cohort.py",

@@ -125,8 +125,8 @@ def _say_whose_model(cli: CommandCLI) -> None:
     if cli.checkpoint is None or cli.config.get("client") is not None:
         return
     methods = _methods(cli)
-    kept = any(period is None for _, period in methods.parts(cli.model.layout))
-    if methods.owner("personal") is None and not kept:
+    parts = methods.parts(cli.model.layout, torch.device("cpu"))
+    if methods.owner("personal") is None and (parts is None or None not in parts.periods):
         return
     print(
         f"Note: clients of {methods.title()} use models of their own. {cli.command} used the "
