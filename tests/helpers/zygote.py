@@ -182,8 +182,13 @@ class Cli:
 
 def _child(command: dict[str, Any]) -> int:
     """In the forked process: become ``fl-lightning``."""
+    import torch
+
     from fl_lightning import __main__ as program
 
+    # A forked process makes torch's pool of threads anew at its first use, and fails if two of its
+    # threads do at once, as those of transformers that read weights.
+    torch.set_num_threads(torch.get_num_threads())
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # in the background these come ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -38,10 +38,11 @@ class GracefulStop(pl.Callback):
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
+        # First of all, since Python drops what a second interrupt raises in a callback of fork.
+        self._module.stop_requested = True
         if self.received is None:
             os.write(2, f"\n{signal.Signals(number).name}: stopping after this round\n".encode())
         self.received = number
-        self._module.stop_requested = True
 
     def _restore(self) -> None:
         while self._before:
