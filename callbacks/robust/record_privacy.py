@@ -156,6 +156,9 @@ class RecordPrivacy(FederatedCallback):
         self._everybody = False
         self._sizes: Callable[[], NDArray[np.int64]] = lambda: np.zeros(0, np.int64)
         self._indices: Callable[[int], NDArray[np.int64]] | None = None
+        self._at_site = False
+        # At a site: client → what ε is composed of in all its answers, whatever the server counts.
+        self._answered: dict[int, int] = {}
 
     @property
     def clients_draw_from(self) -> int | Literal["secret"] | None:
@@ -173,6 +176,8 @@ class RecordPrivacy(FederatedCallback):
                 f"RecordPrivacy cannot protect the samples of {type(data).__name__}: {why}. Use "
                 "data whose samples are read one by one, such as FromDatasets."
             )
+        self._at_site = any(getattr(each, "at_site", False) for each in trainer.callbacks)
+        self._answered = {}
         self._m = int(data.num_clients)
         self._sizes = data.client_sizes
         self._indices = getattr(data, "client_indices", None)
@@ -251,6 +256,8 @@ class RecordPrivacy(FederatedCallback):
 
     def on_local_start(self, clients: Clients) -> None:
         """Refuse a client that has a sample twice, which would move its sum by twice C."""
+        if self._at_site and self.target_epsilon is not None:
+            self._refuse_above(*self._after(clients), clients.round)
         if self._indices is None:
             return
         for client in clients.client_ids:
@@ -264,11 +271,15 @@ class RecordPrivacy(FederatedCallback):
                 )
 
     def on_local_end(self, clients: Clients) -> None:
-        steps = clients.steps.to(torch.int64)
-        if self.sampling == "shuffle":
-            epoch = clients.steps_of(1).to(torch.int64)
-            steps = (steps + epoch - 1) // epoch
-        self.compositions[clients] += steps[:, 0]
+        self.compositions[clients] += self._in_round(clients.steps[:, 0], clients.ids)
+
+    def _after(self, clients: Clients) -> tuple[float, int]:
+        """Return ε after this round, and the client. The server gives σ, and may repeat rounds."""
+        (client,) = clients.client_ids
+        count = self._answered.get(client, int(self.compositions[clients]))
+        self._answered[client] = count + int(self._in_round(clients.steps[:, 0], clients.ids))
+        setting = self._share(int(clients.sizes)), self._answered[client], self.delta
+        return privacy.epsilon(self._noise(), *setting), client
 
     # ---- at the server
 
@@ -291,14 +302,17 @@ class RecordPrivacy(FederatedCallback):
         self.shares[ids] = present
         self.counted[ids] += self._in_round(server.steps(ids), ids).to(self.counted)
         spent, client = self._largest(sigma, shares, self.counted.cpu().numpy())
-        if self.target_epsilon is not None and spent > self.target_epsilon:
-            raise UserError(
-                f"RecordPrivacy: round {server.round} would bring ε of client {client} to "
-                f"{spent:.4g}, above target_epsilon={self.target_epsilon:g}. Give more noise, "
-                "fewer local steps, smaller batches, or a larger target."
-            )
+        self._refuse_above(spent, client, server.round)
         server.log("privacy/record_epsilon_max", spent)
         server.log("privacy/record_noise", sigma)
+
+    def _refuse_above(self, spent: float, client: int, t: int) -> None:
+        if self.target_epsilon is not None and spent > self.target_epsilon:
+            raise UserError(
+                f"RecordPrivacy: round {t} would bring ε of client {client} to {spent:.4g}, above "
+                f"target_epsilon={self.target_epsilon:g}. Give more noise, fewer local steps, "
+                "smaller batches, or a larger target."
+            )
 
     def _check_same(self, server: Server, sigma: float) -> None:
         settings = [sigma, self.clip]
@@ -321,9 +335,10 @@ class RecordPrivacy(FederatedCallback):
 
     def _in_round(self, steps: Tensor, ids: Tensor) -> Tensor:
         """Return what ε is composed of in a round of these clients, ``(k,)``."""
+        steps = steps.to(torch.int64)
         if self.sampling == "poisson":
             return steps
-        epochs = torch.tensor([self.steps_of(int(i), 1) for i in ids], dtype=torch.int64)
+        epochs = torch.tensor([self.steps_of(int(i), 1) for i in ids]).to(steps)
         return (steps + epochs - 1) // epochs
 
     def _noise(self) -> float:
@@ -361,12 +376,11 @@ class RecordPrivacy(FederatedCallback):
             return
         sigma, _, counts = self._ledger(pl_module)
         t = trainer.current_epoch + 1
-        ids = torch.tensor(
-            range(self._m) if self._everybody else pl_module.participants(t), dtype=torch.int64
-        )
-        steps = torch.tensor([pl_module.steps(t, int(i)) for i in ids], dtype=torch.int64)
-        counts[ids] += self._in_round(steps, ids).numpy()
-        shares = np.array([self._share(int(size)) for size in self._sizes()])
+        cohort = pl_module.run.loop.cohort  # with the numbers of samples that sites told
+        ids = np.array(range(self._m) if self._everybody else cohort.participants(t), np.int64)
+        steps = torch.tensor([cohort.steps(int(i), t) for i in ids])
+        counts[ids] += self._in_round(steps, torch.from_numpy(ids)).numpy()
+        shares = np.array([self._share(int(size)) for size in cohort.data.client_sizes()])
         trainer.should_stop |= self._largest(sigma, shares, counts)[0] > self.target_epsilon
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -40,6 +40,9 @@ def config_of(run: Any, data: Any, client: int = 0) -> dict[str, dict[str, Any]]
         **run.optimizers.accounts,
         "methods without state": methods.stateless(),
     }
+    if methods.protects_samples:
+        # How many samples a step takes, which ε depends on.
+        arguments["data.batch_size"] = str(data.most_in_batch)
     return {
         "arguments": arguments,
         "methods": stateful,

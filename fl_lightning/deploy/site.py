@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ class AtSite(pl.Callback):
 
     # The server asks a site to measure its clients if the run's callbacks need it.
     measures_clients = True
+    at_site = True  # which methods read
 
     def __init__(
         self,
@@ -229,7 +231,7 @@ class Site(FederatedLoop):
                 if home.finished:
                     finished.append(home.client)
                     home.kept = traffic.kept_numbers(home.rows, self.methods)
-                    home.withheld = self.withholds(home.client, round.steps[home.client])
+                    home.withheld = self.withholds(home.client, t, round.steps[home.client])
                 for key, row in home.rows.items():
                     transaction.rows.setdefault(key, {})[home.client] = row
                 code = contributions.codes.pop(home.client, None)
@@ -276,7 +278,7 @@ class Site(FederatedLoop):
                     answer.numbers[f"{client}/{word}/{name}"] = value
         return answer
 
-    def withholds(self, client: int, steps: int) -> bool:
+    def withholds(self, client: int, t: int, steps: int) -> bool:
         """Return whether the metrics of a client's local steps stay at the site, because they are
         of too few samples.
         """
@@ -286,6 +288,9 @@ class Site(FederatedLoop):
         batches = max(int(self.cohort.data.batches_per_epoch(client)), 1)
         # A round may read fewer samples than the client has.
         read = batches_in(steps, batches, self.cohort.accumulate) * -(-samples // batches)
+        choose = self.methods.owner("step_samples")
+        if choose is not None:
+            read = len({*chain.from_iterable(choose(client, t, steps))})
         return min(samples, read) < self.fewest_samples
 
     def tests_of(self, client: int) -> int:

@@ -133,6 +133,16 @@ class Noted(FederatedCallback):
         return gradient * self.factor
 
 
+class Limiting(FederatedCallback):
+    limit = 1.0
+
+    def on_round_start(self, server: Any) -> None:
+        self.limit = 0.5
+
+    def scale_samples(self, clients: Clients, norms: Tensor) -> Tensor:
+        return (self.limit / norms).clamp(max=1.0)
+
+
 class Watching(FederatedCallback):
     factor = 1.0
 
@@ -156,6 +166,7 @@ class Lost(FederatedCallback):
     [
         (Unsent, UserError, r"Unsent\.pull is read in a hook that takes clients.*sent=True"),
         (Noted, UserError, r"Noted sets self\.factor in a hook that only the server.*ServerState"),
+        (Limiting, UserError, r"Limiting sets self\.limit in a hook that only the server"),
         (Watching, UserError, r"Watching sets self\.factor in a hook that only the server"),
         (GlobalLossLogger, UserError, "GlobalLossLogger needs the clients' samples"),
         (
