@@ -57,11 +57,24 @@ UNKNOWN = ["val/quality", "val/acc_top5", "F1Score_macro", "val/lossless", "val-
 FLAT = dict.fromkeys(UNKNOWN) | KNOWN
 
 
-@pytest.mark.parametrize("name", FLAT)
-def test_the_table_of_the_docs_is_true(name: str) -> None:
+def test_the_lists_of_the_docs_are_true() -> None:
     text = (Path(__file__).parents[1] / "docs/report.md").read_text("utf-8")
-    says = {True: "greater", False: "less", None: "asked"}[FLAT[name]]
-    assert re.search(rf"`{re.escape(name)}`[^|\n]*\| {says} \|", text)
+    greater, less, other = (
+        re.findall(r"`([^`]+)`", text.partition(begin)[2].partition(end)[0])
+        for begin, end in (
+            ("- Greater is better: ", "- Less"),
+            ("- Less is better: ", "Reports do not"),
+            ("Reports do not know other names, such as ", "If the direction"),
+        )
+    )
+    assert len(greater) > 20 and len(less) > 20 and len(other) == 5
+    for name in (*greater, *less):
+        assert higher_is_better(name.replace("…", "1") + "x" * name.endswith("/")) is (
+            name in greater
+        )
+    for name in other:
+        with pytest.raises(UserError, match="does not show which direction"):
+            higher_is_better(name)
 
 
 @pytest.mark.parametrize(
