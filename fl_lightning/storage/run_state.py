@@ -118,9 +118,9 @@ class RunState:
     def finish_commit(self, t: int) -> bool:
         """Finish a commit that was interrupted; return whether round t is committed."""
         # Each of these steps may be repeated with the same result, so an interrupt between two of
-        # them does no harm. The outcome is cleared last.
-        if self._outcome is not None:
-            outcome = self._outcome
+        # them does no harm, nor does one that finishes the commit. The outcome is cleared last.
+        outcome = self._outcome
+        if outcome is not None:
             self.rows.commit(outcome.rows)
             self.server.update(outcome.server)
             if outcome.chosen is not None:
