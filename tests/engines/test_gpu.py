@@ -32,6 +32,7 @@ from fl_lightning.lab.contracts.federation import (
 from tests.contracts.test_contracts import OURS
 from tests.helpers.fake_gpu import fake_gpu
 from tests.helpers.processes import nccl_over_gloo
+from tests.tiers import CONTRACTS_OF
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 ON_GPU = {"accelerator": "gpu", "devices": 1}
@@ -381,7 +382,11 @@ NOISY = {
         0.5, noise_multiplier=4.0, target_quantile=0.5, count_stddev=5.0, noise_seed=0
     ),
 }
-CALLBACKS: dict[str, Callable[[], FederatedCallback]] = {**OURS, **NOISY}
+# Between them these have every hook of a local step and every kind of state that steps read.
+CALLBACKS: dict[str, Callable[[], FederatedCallback]] = {
+    **{name: OURS[name] for name in (*CONTRACTS_OF, "DecorrelatedFeatures", "SoapDirection")},
+    **NOISY,
+}
 
 
 @pytest.mark.slow
