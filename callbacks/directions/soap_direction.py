@@ -235,7 +235,7 @@ def eigenbasis(matrix: Tensor) -> Tensor:
     projects on what the others leave, and D = diag(1, …, d)/d.
     """
     size = matrix.shape[1]
-    wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    wide = matrix.double()  # in float32 LAPACK gives NaN or fails where some rows are nearly 0
     values, vectors = (each.flip(-1) for each in torch.linalg.eigh(wide))
     kept = values > least(wide)
     number = kept.sum(1)[:, None, None]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fl_lightning import FederatedCallback, InMemoryDataModule
 from fl_lightning import callbacks as c
+from fl_lightning.callbacks.directions.soap_direction import eigenbasis
 from fl_lightning.errors import Diverged
 from fl_lightning.lab.contracts.federation import Learner, quiet
 from fl_lightning.lab.contracts.federation import fit as tiny
@@ -633,6 +634,16 @@ class Steep(Learner):
 def test_soap_of_gradients_whose_squares_overflow_has_diverged() -> None:
     with quiet(), pytest.raises(Diverged, match="not finite"):
         tiny([c.SoapDirection()], learner=Steep())
+
+
+def test_soap_has_a_basis_of_gradients_whose_rows_differ_by_orders_of_magnitude() -> None:
+    """As those of units that are nearly dead; in float32 LAPACK gives NaN for some of these."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(200, 64, 784, generator=generator)
+    rows *= torch.randn(200, 64, 1, generator=generator).exp() ** 3 * 1e-12
+    rows[::2, 20:] = 0.0
+    basis = eigenbasis(rows @ rows.mT).double()
+    assert (basis.mT @ basis - torch.eye(64)).abs().max() < 1e-5
 
 
 class Doubling(nn.Module):
