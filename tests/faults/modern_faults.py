@@ -222,7 +222,7 @@ MODERN_FAULTS = [
     ),
     Fault(
         "DP-SGD: the run stops one round too late",
-        [(RECORDS, "counts[ids] += self._in_round(steps, ids).numpy()", "pass")],
+        [(RECORDS, "counts[ids] += self._in_round(steps, torch.from_numpy(ids)).numpy()", "pass")],
     ),
     Fault(
         "DP-SGD: shuffled batches are counted as drawn by coins",
