@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -124,6 +124,8 @@ def ranked(folders: Sequence[Path]) -> dict[str, list[Row]]:
     if not folders:
         return {}
     found = find(folders)
+    # With claims a summary compares only their arms, and here each is compared with FedAvg.
+    found.sweeps = [replace(sweep, claims=None) for sweep in found.sweeps]
     summary = summarise(found, METRIC)
     chosen = {choice.arm: choice for sweep in found.sweeps for choice in choices(sweep)}
     made: dict[str, list[Row]] = {}
