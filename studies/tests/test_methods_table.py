@@ -50,11 +50,25 @@ def test_each_arm_of_the_sweeps_has_a_row() -> None:
 def accuracies(sweep: str, arm: str) -> list[float]:
     """Percent, a number per seed: the mean of the last third of rounds."""
     made = []
-    for seed in SEEDS:
-        measured = [float(cell) for cell in cells(sweep)["val/acc", f"{arm}/seed-{seed}"]]
+    for measured in counted(sweep, arm, "val/acc"):
         last = [value for t, value in enumerate(measured, 1) if 3 * t > 2 * len(measured)]
         made.append(100 * statistics.mean(last))
     return made
+
+
+def counted(sweep: str, arm: str, metric: str) -> list[list[float]]:
+    """A list per seed: the metric's values, round by round."""
+    runs = [f"{arm}/seed-{seed}" for seed in SEEDS]
+    return [list(map(float, cells(sweep)[metric, run])) for run in runs]
+
+
+def sent(sweep: str, arm: str) -> float:
+    """Bytes; the column is a sum since round 0."""
+    return statistics.mean(run[-1] for run in counted(sweep, arm, "communication/total_bytes"))
+
+
+def gradients(sweep: str, arm: str) -> float:
+    return statistics.mean(map(sum, counted(sweep, arm, "cost/gradients")))
 
 
 @pytest.mark.parametrize("sweep, suffix, row", tables(), ids=lambda it: str(it)[:40])
@@ -69,14 +83,5 @@ def test_each_row_is_that_of_its_runs(sweep: str, suffix: str, row: list[str]) -
         assert [float(number) for number in told.split()] == pytest.approx(
             [mean, mean - half, mean + half], abs=0.0051
         )
-    for cell, metric in ((row[4], "communication/total_bytes"), (row[5], "cost/gradients")):
-        spent = []
-        for arm in (row[0], "fedavg"):
-            counted = [
-                [float(c) for c in cells(sweep)[metric, f"{arm}{suffix}/seed-{seed}"]]
-                for seed in SEEDS
-            ]
-            # Bytes are a sum since round 0; gradients are those of a round.
-            last = metric.startswith("communication")
-            spent.append(statistics.mean(c[-1] if last else sum(c) for c in counted))
-        assert cell == f"{spent[0] / spent[1]:.2g}"
+    for cell, cost in ((row[4], sent), (row[5], gradients)):
+        assert cell == f"{cost(sweep, row[0] + suffix) / cost(sweep, 'fedavg' + suffix):.2g}"

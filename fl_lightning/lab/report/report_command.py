@@ -126,7 +126,7 @@ def main(
     claimed = options.claims is not None or any(
         (folder / "claims.yaml").is_file() for folder in options.folders
     )
-    # A run that was stopped in its first round has logged its costs alone.
+    # A run that was stopped in its first round has logged its costs, and no measurement.
     done = any(run.status == "done" and run.rounds_done for run in found.runs)
     if not options.metric and done and not claimed and not logged(found, metric):
         raise UserError(
