@@ -3,7 +3,9 @@ it."""
 
 from __future__ import annotations
 
+import os
 import tempfile
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -16,8 +18,15 @@ from fl_lightning import callbacks as c
 from fl_lightning.callback import CLASS_LABELS, Clients, Server
 from fl_lightning.callbacks.loggers import divergence_logger
 from fl_lightning.lab.contracts import small_runs
-from fl_lightning.lab.contracts.check_report import Check, CheckReport
-from fl_lightning.lab.contracts.federation import fit, outcome, quiet, require_same
+from fl_lightning.lab.contracts.check_report import Check, CheckReport, Failed
+from fl_lightning.lab.contracts.federation import (
+    Outcome,
+    fit,
+    in_processes,
+    outcome,
+    quiet,
+    require_same,
+)
 from fl_lightning.testing import INVARIANTS, _checked, check_method
 from tests.helpers.wrong_methods import WRONG, Anchor, AttributeInHook, Nothing, RowNorms
 
@@ -206,6 +215,17 @@ def test_an_error_of_groups_is_explained_without_a_traceback(
     assert found.reason.startswith("engine='stacked': RuntimeError: The size of tensor")
     assert "wrong_methods.py, line" in found.reason and "clients.norm(v)" in found.hint
     assert not caplog.records
+
+
+def test_of_two_processes_one_that_fails_ends_the_other() -> None:
+    def job() -> Outcome:
+        if os.environ["RANK"] == "0":
+            raise OSError("address already in use")
+        time.sleep(1000)
+        return {}
+
+    with pytest.raises(Failed, match="OSError: address already in use"):
+        in_processes(2, job)
 
 
 class Evaluating(FederatedCallback):

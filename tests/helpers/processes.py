@@ -23,14 +23,16 @@ from tests.helpers.fake_gpu import GPU, inner, on_gpu, place
 def started(target: Callable[..., None], world: int, *arguments: Any) -> list[Any]:
     """``target(*arguments, rank, world)`` in each of ``world`` processes, as a launcher starts
     them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    held = socket.socket()  # until the processes are forgotten, so that nobody else gets the port
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    port = held.getsockname()[1]
     fork = multiprocessing.get_context("fork")
-    children = [
+    children: list[Any] = [
         fork.Process(target=_under_torchelastic, args=(target, arguments, r, world, port))
         for r in range(world)
     ]
+    children[0].held = held
     for child in children:
         child.start()
     return children

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -390,13 +392,13 @@ def in_processes(world: int, job: Callable[[], Outcome]) -> Outcome:
     Raises:
         Failed: one of the runs did not finish.
     """
-    # Another process may take the port after it is closed here, but that is unlikely.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        children = [_forked(job, rank, world, port, Path(folder)) for rank in range(world)]
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    with socket.socket() as held, tempfile.TemporaryDirectory() as folder:
+        # While it is held, the system gives the port to nobody who asks for any port. The first
+        # process can listen on it nevertheless, since it sets SO_REUSEADDR, too.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        codes = _ended([_forked(job, rank, world, port, Path(folder)) for rank in range(world)])
         if any(codes):
             texts = [path.read_text("utf-8") for path in sorted(Path(folder).glob("*.txt"))]
             seen = texts[0] if texts else f"exit status {codes}"
@@ -410,6 +412,23 @@ def in_processes(world: int, job: Callable[[], Outcome]) -> Outcome:
         for rank in reversed(range(world)):
             together |= torch.load(Path(folder) / f"{rank}.pt", weights_only=True)
     return together
+
+
+def _ended(children: list[int]) -> list[int]:
+    """Wait for the processes; when one has failed, kill the others, which may wait for it."""
+    codes: list[int] = []
+    while children:
+        time.sleep(0.002)
+        for child in children[:]:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if not ended:
+                continue
+            children.remove(child)
+            codes.append(os.waitstatus_to_exitcode(status))
+            if codes[-1]:
+                for other in children:
+                    os.kill(other, signal.SIGKILL)
+    return codes
 
 
 def _forked(job: Callable[[], Outcome], rank: int, world: int, port: int, folder: Path) -> int:
