@@ -486,10 +486,7 @@ def cost(columns: int) -> int:
     )
 
 
-FACTOR = {
-    "A": A_NUMBERS,
-    "B": sum(layer.rank * layer.out for layer in NET.layers),
-}
+FACTOR = {"A": A_NUMBERS, "B": sum(layer.rank * layer.out for layer in NET.layers)}
 OTHERS = NET.size - sum(FACTOR.values())
 
 
@@ -722,10 +719,7 @@ FACTORS = {
         [f"{OF_TOKENS}0.lora_embedding_A.default", f"{OF_TOKENS}2.lora_A.default.weight"],
         [f"{OF_TOKENS}0.lora_embedding_B.default", f"{OF_TOKENS}2.lora_B.default.weight"],
     ),
-    Renamed: (
-        ["lora_Adapter.lora_A", "lora_A.lora_A"],
-        ["lora_Adapter.lora_B", "lora_A.lora_B"],
-    ),
+    Renamed: (["lora_Adapter.lora_A", "lora_A.lora_A"], ["lora_Adapter.lora_B", "lora_A.lora_B"]),
 }
 
 
@@ -790,11 +784,7 @@ class Masks(FederatedCallback):
             False,
             r"gives client \d nothing to train in round 0",
         ),
-        (
-            lambda k: torch.arange(51)[None] % (2 + k.client_ids[0]) == 0,
-            True,
-            r"alike = True",
-        ),
+        (lambda k: torch.arange(51)[None] % (2 + k.client_ids[0]) == 0, True, r"alike = True"),
     ],
 )
 def test_masks_that_are_none(mask: Any, alike: bool, says: str) -> None:

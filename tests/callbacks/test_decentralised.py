@@ -489,10 +489,7 @@ def test_a_graph_has_the_names_of_each_fit(tmp_path):
     assert alike(method, ["ann", "zoe", "zora"]) == {("zoe", "ann")}
 
 
-@pytest.mark.parametrize(
-    ("names", "pair"),
-    [([1, 2, 3], ("2", "1")), ([10, 1, 11], ("11", "10"))],
-)
+@pytest.mark.parametrize(("names", "pair"), [([1, 2, 3], ("2", "1")), ([10, 1, 11], ("11", "10"))])
 def test_numbers_in_a_graphs_file_are_names_if_all_of_them_are(tmp_path, names, pair):
     path = tmp_path / "graph.csv"
     path.write_text("sender,receiver\n1,2\n")

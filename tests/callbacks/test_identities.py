@@ -254,9 +254,7 @@ def classes(labels: list[int], number: int, **given: Any) -> Callable[..., Any]:
         for parameter in learner.parameters():
             nn.init.normal_(parameter, std=0.5)
         data = InMemoryDataModule(
-            (x, y),
-            clients=[range(len(labels)), range(len(labels), 2 * len(labels))],
-            batch_size=3,
+            (x, y), clients=[range(len(labels)), range(len(labels), 2 * len(labels))], batch_size=3
         )
         rate = {"client_optimizer": lambda p: torch.optim.SGD(p, 0.3)}
         return fit(learner, data, methods, 4, participation=2, local_epochs=3, **rate, **given)

@@ -77,12 +77,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "samples": {"engine": "concurrent", "workers": 2, "rounds": 10},
     "stacked": {"engine": "stacked", "rounds": 5},
     # In some rounds nobody takes part.
-    "poisson": {
-        "engine": "sequential",
-        "sampling": "poisson",
-        "participation": 0.15,
-        "rounds": 8,
-    },
+    "poisson": {"engine": "sequential", "sampling": "poisson", "participation": 0.15, "rounds": 8},
 }
 
 

@@ -386,14 +386,8 @@ add(
 for label, epochs in (("some of one step", 1), ("many steps", 5)):
     add(
         f"FedPAC SOAP, {label}",
-        lambda: [
-            c.SoapDirection(epsilon=1e-4, start="averaged"),
-            c.GlobalDirection(0.5, "mix"),
-        ],
-        lambda: [
-            oracle.Soap(PLAIN.shapes, frequency=10, averaged=True),
-            oracle.MeanDirection(0.5),
-        ],
+        lambda: [c.SoapDirection(epsilon=1e-4, start="averaged"), c.GlobalDirection(0.5, "mix")],
+        lambda: [oracle.Soap(PLAIN.shapes, frequency=10, averaged=True), oracle.MeanDirection(0.5)],
         how=SMALL,
         options={"local_epochs": epochs},
     )

@@ -296,8 +296,7 @@ class ReadsWeights(FederatedCallback):
 
 
 @pytest.mark.parametrize(
-    "reader",
-    [Reads, ReadsRows, ReadsStaged, Measures, Weighted, ReadsNumber, ReadsWeights],
+    "reader", [Reads, ReadsRows, ReadsStaged, Measures, Weighted, ReadsNumber, ReadsWeights]
 )
 def test_methods_of_a_user_s_that_go_round_the_noise_are_refused(reader):
     with pytest.raises(UserError, match="in a private run"):

@@ -25,9 +25,7 @@ def on_page(page: Path, key: str) -> list[str]:
 EVERY_DAY = ("fedavg", "scaffold", "qsgd", "ifca")
 ROWS = [
     pytest.param(
-        method,
-        id=method.called(),
-        marks=[] if method.config in EVERY_DAY else [pytest.mark.slow],
+        method, id=method.called(), marks=[] if method.config in EVERY_DAY else [pytest.mark.slow]
     )
     for method in methods.rows()
 ]

@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import (
-    LambdaCallback,
-    LearningRateMonitor,
-    Timer,
-    TQDMProgressBar,
-)
+from pytorch_lightning.callbacks import LambdaCallback, LearningRateMonitor, Timer, TQDMProgressBar
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
 

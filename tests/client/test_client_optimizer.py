@@ -161,11 +161,7 @@ class Counted(torch.optim.Optimizer):
 
 
 def trained(
-    kind: Any,
-    rounds: int,
-    save: Path | None = None,
-    resume: Path | None = None,
-    **options: Any,
+    kind: Any, rounds: int, save: Path | None = None, resume: Path | None = None, **options: Any
 ) -> Tensor:
     """The model after so many rounds of a run, which a checkpoint may begin or end."""
     module = federated(client_optimizer=lambda p: kind(p, lr=0.01, **options))

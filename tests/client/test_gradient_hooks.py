@@ -13,14 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import UserError
-from tests.helpers.learners import (
-    Lit,
-    assert_trained_as,
-    blobs,
-    by_lightning,
-    federated,
-    trainer,
-)
+from tests.helpers.learners import Lit, assert_trained_as, blobs, by_lightning, federated, trainer
 
 
 class Halving(Lit):

@@ -13,10 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from benchmarks.gpu_compositions import COMMON, COMPOSITIONS, CallbackList
-from fl_lightning import (
-    FederatedCallback,
-    FederatedStrategy,
-)
+from fl_lightning import FederatedCallback, FederatedStrategy
 from fl_lightning import callbacks as c
 from fl_lightning.callback import ClientState, Server
 from fl_lightning.evaluation.evaluator import samples_of

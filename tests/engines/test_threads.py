@@ -18,13 +18,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.callback import FederatedCallback
-from tests.helpers.learners import (
-    Dropping,
-    Lit,
-    blobs,
-    federated,
-    trainer,
-)
+from tests.helpers.learners import Dropping, Lit, blobs, federated, trainer
 
 
 def seeded(learner: type[Lit], **arguments: Any) -> Any:

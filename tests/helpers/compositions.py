@@ -290,11 +290,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "FedLESAM, last": {"lesam": 0.1, "lesam_source": "last"},
     "FedLESAM-S": {"lesam": 0.1, "scaffold": "displacement"},
     "FedLESAM-D + RI": {"lesam": 0.1, "feddyn": 0.1, "beta": 0.1},
-    "FedLESAM, schedule, + FedCM + FedProx": {
-        "lesam": lambda t: 0.1 * t,
-        "alpha": 0.3,
-        "mu": 0.1,
-    },
+    "FedLESAM, schedule, + FedCM + FedProx": {"lesam": lambda t: 0.1 * t, "alpha": 0.3, "mu": 0.1},
     "FedDC": {"scaffold": "displacement", "feddyn": 0.01},
     "FedExP": {"fedexp": (1e-3, True)},
     "FedExP, w, + SAM + RI": {"fedexp": (1e-4, False), "sam": 0.05, "beta": 0.1},
@@ -462,17 +458,8 @@ MODERN: dict[str, dict[str, Any]] = {
     "Local AdamW + FedALS": {"modern": ADAM, **PARTS},
     "Local Muon + FedALS + RI": {"modern": {"muon": {}}, **PARTS, "beta": 0.1},
     "global direction + FedALS": {"modern": ADD, **PARTS},
-    "mixed direction + FedALS + SAM": {
-        "modern": {"direction": (0.7, "mix")},
-        **PARTS,
-        "sam": 0.05,
-    },
+    "mixed direction + FedALS + SAM": {"modern": {"direction": (0.7, "mix")}, **PARTS, "sam": 0.05},
     "FedSWA + SCAFFOLD + FedALS": {"modern": {"decay": 0.3}, **SCAFFOLD, **PARTS},
-    "FedMoSWA + FedALS": {
-        "modern": {"decay": 0.1},
-        **SCAFFOLD,
-        "scaffold_momentum": 0.4,
-        **PARTS,
-    },
+    "FedMoSWA + FedALS": {"modern": {"decay": 0.1}, **SCAFFOLD, "scaffold_momentum": 0.4, **PARTS},
     "Local AdamW + FedDyn + FedALS": {"modern": ADAM, "feddyn": 0.1, **PARTS},
 }

@@ -259,11 +259,9 @@ class Modern:
             state["v"] = self.spread(self.server["second"])
         muon = parts.get("muon", {})
         start = muon.get("start", "zeros")
-        state["M"] = {
-            "zeros": zeros,
-            "averaged": self.server["M"],
-            "own": self.row("M", i, zeros),
-        }[start]
+        state["M"] = {"zeros": zeros, "averaged": self.server["M"], "own": self.row("M", i, zeros)}[
+            start
+        ]
         state["M_begun"] = state["M"]
         if "wmsam" in parts:
             a = self.server["mixing"]

@@ -13,11 +13,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.callback import ClientState, FederatedCallback, ServerState
-from fl_lightning.callbacks import (
-    ClusteredModels,
-    CommunicationLogger,
-    ExtrapolatedStep,
-)
+from fl_lightning.callbacks import ClusteredModels, CommunicationLogger, ExtrapolatedStep
 from fl_lightning.errors import Diverged
 from fl_lightning.lab.contracts.federation import fit, outcome, quiet, require_same
 from fl_lightning.schedules import Steps
