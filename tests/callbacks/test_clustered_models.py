@@ -10,7 +10,6 @@ import torch
 
 from fl_lightning import FederatedCallback, UserError
 from fl_lightning import callbacks as c
-from fl_lightning.sampling import generator
 from tests.callbacks.test_identities import run
 from tests.helpers.federation import quadratics
 from tests.oracles.oracle import TwoLayer
@@ -24,20 +23,6 @@ def opposed() -> Quadratic:
     rng = np.random.default_rng(4)
     wanted = np.repeat([[3.0], [-3.0]], 4, axis=0) + 0.3 * rng.normal(size=(8, 4))
     return Quadratic(np.tile(np.eye(4), (8, 1, 1)), wanted)
-
-
-def test_clients_that_want_alike_come_together() -> None:
-    problem = opposed()
-    options: dict[str, Any] = {"lr": 0.2, "local_steps": 5, "participation": "all"}
-    ours = quadratics(problem, np.zeros(4), [c.ClusteredModels(2, 1)], 12, **options)
-    ends = sorted(ours.record.server[-1][CENTRES].tolist())
-    groups = (problem.centre[4:].mean(axis=0), problem.centre[:4].mean(axis=0))
-    assert all(np.abs(np.array(a) - b).max() < 1e-2 for a, b in zip(ends, groups, strict=True))
-    last = ours.record.metrics[-1]
-    assert last["clusters/share_0"] == last["clusters/share_1"] == 0.5
-    assert np.abs(ours.record.w[-1] - problem.centre.mean(axis=0)).max() < 0.1, "w is their mean"
-    # 2 passes of one batch for each of eight clients; none in the drawn round.
-    assert [m["cost/forwards"] for m in ours.record.metrics[:2]] == [0, 16]
 
 
 def test_without_a_drawn_round_all_clients_stay_in_one_centre() -> None:
@@ -60,14 +45,6 @@ def test_who_never_took_part_has_the_centre_of_least_loss() -> None:
         found = torch.cat([p.detach().flatten() for p in own.parameters()]).numpy()
         assert (found == centres[fitting[-1]]).all(), i
     assert len(set(fitting)) > 1
-
-
-def test_drawn_centres_follow_from_the_seed() -> None:
-    ours = run(c.ClusteredModels(2, 1), rounds=1)
-    order = generator(1, "ifca").permutation(8)
-    (table,) = ours.schedule.rounds
-    share = np.mean([order[i] % 2 == 0 for i in table])
-    assert ours.record.metrics[0]["clusters/share_0"] == pytest.approx(share)
 
 
 class GoesByW(FederatedCallback):

@@ -17,8 +17,6 @@ from fl_lightning import FederatedModule, UserError
 from fl_lightning import callbacks as packaged
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks import (
-    CommunicationLogger,
-    ConsensusDistanceLogger,
     ControlVariates,
     FactorSchedule,
     Gossip,
@@ -27,7 +25,6 @@ from fl_lightning.callbacks import (
     ProximalTerm,
     PushSum,
     RelaxedInitialization,
-    SharpnessAwareMinimization,
     TopKCompression,
 )
 from fl_lightning.datamodules import FromTable
@@ -43,13 +40,11 @@ from fl_lightning.topologies import (
     FromFile,
     FullyConnected,
     Grid,
-    OnePeerExponential,
     RandomRegular,
     Ring,
     Star,
     Topology,
     Torus,
-    links_of,
 )
 from tests.helpers.learners import trainer
 
@@ -57,110 +52,10 @@ M = 6  # clients of the tiny federation
 OWN: dict[str, Any] = {"buffers": "own", "engine": "sequential"}
 
 
-class Trained(FederatedCallback):
-    """Keeps x_{i,K} of the latest round in a list of its own; of the sequential engine only."""
-
-    role = "measurement"
-
-    def __init__(self, kept: dict[int, dict[int, torch.Tensor]]) -> None:
-        super().__init__()
-        self.kept = kept
-
-    def on_local_end(self, clients: Any) -> None:
-        for i, x in zip(clients.client_ids, clients.x, strict=True):
-            self.kept.setdefault(clients.round, {})[i] = x.clone()
-
-
 def rows(run: Any, key: str, first: Any) -> np.ndarray:
     """Every client's row of a state; ``first`` for those that never wrote one."""
     found = [run.client_rows.read(key, i) for i in range(M)]
     return np.stack([np.asarray(first if row is None else row) for row in found])
-
-
-def matrix(topology: Topology, t: int, rule: str) -> np.ndarray:
-    """V by the definitions, pair by pair, from the edges alone."""
-    a = np.zeros((M, M), dtype=bool)  # [receiver, sender]
-    for i, j in topology.edges(M, t, seed=1).tolist():
-        a[j, i] = True
-        a[i, j] |= not topology.directed
-    gets, sends = a.sum(1), a.sum(0)
-    d = np.maximum(gets, sends)
-    v = np.zeros((M, M))
-    for i in range(M):
-        for j in range(M):
-            if a[i, j]:
-                v[i, j] = {
-                    "metropolis": 1 / (1 + max(d[i], d[j])),
-                    "uniform": 1 / (1 + gets[i]),
-                    "push": 1 / (1 + sends[j]),
-                }[rule]
-    return v + np.diag(1 - v.sum(0))
-
-
-def with_away(v: np.ndarray, there: list[int]) -> np.ndarray:
-    """V of a round with these clients: the weight of a message that is not sent stays."""
-    away = np.ones(M, dtype=bool)
-    away[there] = False
-    v = v.copy()
-    np.fill_diagonal(v, 0)
-    v[away] = 0
-    v[:, away] = 0
-    return v + np.diag(1 - v.sum(0))
-
-
-GRAPHS = [Ring(), Grid(), Torus(), FullyConnected(), Star(hub=2), RandomRegular(3)]
-GRAPHS += [ErdosRenyi(0.5), RandomRegular(2, varying=True), FromEdges([[0, 1], [4, 2], [1, 2]])]
-
-
-@pytest.mark.parametrize("participation", ["all", 4])
-@pytest.mark.parametrize("topology", GRAPHS, ids=str)
-def test_gossip_takes_the_weighted_mean_of_its_neighbours(topology, participation):
-    for rounds in (1, 2, 3):
-        trained: dict[int, dict[int, torch.Tensor]] = {}
-        run = tiny_run(
-            Gossip(topology, gossip_steps=2),
-            Trained(trained),
-            rounds=rounds,
-            participation=participation,
-            **OWN,
-        )
-        first = run.run.state.initial_vector
-        x = rows(run, "Gossip.x", first)
-        t = rounds - 1
-        there = sorted(trained[t])
-        assert len(there) == (M if participation == "all" else 4)
-        v = with_away(matrix(topology, t, "metropolis"), there)
-        z = np.stack([np.asarray(trained[t].get(i, torch.zeros_like(first))) for i in range(M)])
-        expected = (v @ v @ z)[there]
-        np.testing.assert_allclose(x[there], expected, rtol=0, atol=1e-12)
-        np.testing.assert_allclose(x.mean(0), run.global_vector.detach(), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("participation", ["all", 4])
-@pytest.mark.parametrize("topology", [OnePeerExponential(), ExponentialGraph(), Star()], ids=str)
-def test_push_sum_keeps_the_sum_of_numerators_and_of_weights(topology, participation):
-    trained: dict[int, dict[int, torch.Tensor]] = {}
-    run = tiny_run(
-        PushSum(topology), Trained(trained), rounds=4, participation=participation, **OWN
-    )
-    first = np.asarray(run.run.state.initial_vector)
-    x, omega = np.tile(first, (M, 1)), np.ones(M)
-    for t in range(4):
-        there = sorted(trained[t])
-        h = x.copy()
-        for i in there:
-            h[i] = x[i] + (np.asarray(trained[t][i]) - x[i] / omega[i])
-        v = with_away(matrix(topology, t, "push"), there)
-        for i in set(range(M)) - set(there):
-            v[i] = np.eye(M)[i]
-        x, omega = v @ h, v @ omega
-    np.testing.assert_allclose(rows(run, "PushSum.x", first), x, rtol=0, atol=1e-12)
-    np.testing.assert_allclose(rows(run, "PushSum.weight", 1.0), omega, rtol=0, atol=1e-14)
-    np.testing.assert_allclose(x.mean(0), run.global_vector.detach(), rtol=0, atol=1e-12)
-    y = x / omega[:, None]
-    consensus = ((y - x.mean(0)) ** 2).sum(1).mean()
-    logged = run.trainer.callback_metrics["gossip/consensus"]
-    np.testing.assert_allclose(logged, consensus, rtol=1e-6)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
@@ -175,71 +70,6 @@ def test_fully_connected_it_is_the_central_method_bit_for_bit(engine, beside):
         assert all(
             ours.client_rows.read("Gossip.x", i).equal(central.global_vector) for i in range(M)
         )
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_the_trackers_add_up_to_0(steps):
-    run = tiny_run(
-        Gossip(Ring()), GradientTracking(), rounds=4, participation=4, local_steps=steps, **OWN
-    )
-    c = rows(run, "GradientTracking.c_i", np.zeros(len(run.global_vector)))
-    assert np.abs(c).max() > 1e-3
-    np.testing.assert_allclose(c.sum(0), 0, atol=1e-14)
-
-
-def test_what_is_kept_is_not_exchanged():
-    trained: dict[int, dict[int, torch.Tensor]] = {}
-    run = tiny_run(
-        Gossip(Ring(), keeps="last"),
-        GradientTracking(),
-        Trained(trained),
-        CommunicationLogger(),
-        rounds=2,
-        participation="all",
-        **OWN,
-    )
-    kept = run.layout.mask(run.layout.named("last", "test"))
-    x = torch.as_tensor(rows(run, "Gossip.x", None))
-    z = torch.stack([trained[1][i] for i in range(M)])
-    assert x[:, kept].equal(z[:, kept])
-    assert not x[:, ~kept].equal(z[:, ~kept])
-    c = torch.as_tensor(rows(run, "GradientTracking.c_i", None))
-    assert bool((c[:, kept] == 0).all()) and bool((c[:, ~kept] != 0).any())
-    shared = int((~kept).sum())
-    metrics = run.trainer.callback_metrics
-    assert metrics["gossip/messages"] == 2 * M
-    # The model and the mean gradient, to two neighbours, in two rounds, in float64.
-    assert metrics["communication/up_parameters"] == 2 * 2 * 2 * M * shared
-    assert metrics["communication/up_bytes"] == 8 * 2 * 2 * 2 * M * shared
-    assert metrics["communication/down_bytes"] == 0
-
-
-def test_a_round_that_nobody_finishes_changes_nothing():
-    away = SystemHeterogeneity(dropout=0.9)
-    run = tiny_run(Gossip(Ring()), away, rounds=1, participation=1, **OWN)
-    assert run.global_vector.equal(run.run.state.initial_vector)
-    assert not any("gossip" in name for name in run.trainer.callback_metrics)
-
-
-def test_logs_are_those_of_the_matrix():
-    run = tiny_run(Gossip(Ring()), rounds=3, participation=4, **OWN)
-    x = rows(run, "Gossip.x", run.run.state.initial_vector)
-    metrics = run.trainer.callback_metrics
-    w = np.asarray(run.global_vector.detach())
-    np.testing.assert_allclose(metrics["gossip/consensus"], ((x - w) ** 2).sum(1).mean(), rtol=1e-6)
-    singular = np.linalg.svd(matrix(Ring(), 0, "metropolis"), compute_uv=False)
-    np.testing.assert_allclose(metrics["gossip/spectral_gap"], 1 - singular[1], rtol=1e-6)
-
-
-def test_a_client_is_evaluated_at_its_own_model():
-    run = tiny_run(Gossip(Ring()), rounds=1, participation=2, **OWN)
-    own = [run.export(client=i) for i in range(M)]
-    written = set(run.client_rows.store.clients("Gossip.x"))
-    assert len(written) == 2
-    for i, model in enumerate(own):
-        vector = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-        row = run.client_rows.read("Gossip.x", i)
-        assert vector.equal(run.run.state.initial_vector if row is None else row)
 
 
 def ids(cases: list[Any]) -> list[str]:
@@ -304,16 +134,6 @@ def test_gradient_tracking_needs_gossip():
     for beside in ((), (PushSum(),)):
         with pytest.raises(UserError, match="GradientTracking needs Gossip"):
             tiny_run(GradientTracking(), *beside, **OWN)
-
-
-def test_what_composes_does():
-    beside = [SharpnessAwareMinimization(0.1), RelaxedInitialization(0.9)]
-    pull = ProximalTerm(0.05, anchor="start")
-    run = tiny_run(
-        Gossip(Torus()), *beside, pull, ConsensusDistanceLogger(), participation=4, **OWN
-    )
-    alone = tiny_run(Gossip(Torus()), *beside, participation=4, **OWN)
-    assert not run.global_vector.equal(alone.global_vector)
 
 
 def test_a_pull_to_the_start_is_one_to_w_if_clients_start_there():
@@ -515,19 +335,6 @@ def test_a_class_that_extends_fully_connected_has_its_own_edges():
     np.testing.assert_array_equal(rows(ours, "Gossip.x", first), rows(theirs, "Gossip.x", first))
 
 
-def test_a_run_on_a_graph_with_the_clients_names(tmp_path):
-    path = tmp_path / "graph.csv"
-    path.write_text("sender,receiver\nzoe,ann\nann,bob\nzoe,bob\n")
-    method = Gossip(FromFile(str(path)))
-    learner = Classifier(torch.nn.Linear(1, 2), num_classes=2)
-    module = FederatedModule(learner, seed=0, **OWN)
-    run = trainer(1, [method])
-    run.fit(module, federation(["bob", "zoe", "ann"]))
-    assert "of 3 clients, 3 edges, degrees 2 to 2" in method.facts()["topology"]
-    with pytest.raises(UserError, match=r"line 2: 'zoe' is a name"):
-        tiny_run(Gossip(FromFile(str(path))), participation="all", **OWN)
-
-
 class Listed(Topology):
     """A user's own, with weights in a list."""
 
@@ -557,27 +364,6 @@ def test_rows_beyond_the_memory_for_them_get_a_note(monkeypatch):
         monkeypatch.setattr("fl_lightning.run.ClientStore", partial(ClientStore, budget))
         notes = tiny_run(Gossip(), **OWN).notes
         assert noted == any("Gossip.x: the rows of 6 clients take up to" in each for each in notes)
-
-
-@pytest.mark.parametrize("m", [1, 2, 3, 7, 12])
-def test_edges_are_sorted_pairs_of_clients_each_once(m):
-    graphs: list[Topology] = [Ring(), FullyConnected(), Star(), ExponentialGraph()]
-    graphs += [OnePeerExponential(), ErdosRenyi(0.4, varying=True)]
-    graphs += [RandomRegular(2)] if m > 2 else []
-    graphs += [Grid(), Torus()] if m == 12 else []
-    for graph in graphs:
-        for t in range(3):
-            edges = graph.edges(m, t, seed=3)
-            assert edges.dtype == np.int64 and edges.shape[1:] == (2,)
-            pairs = [tuple(pair) for pair in edges.tolist()]
-            assert pairs == sorted(set(pairs))
-            assert all(i != j and min(i, j) >= 0 and max(i, j) < m for i, j in pairs)
-            assert graph.directed or all(i < j for i, j in pairs)
-            assert len(links_of(graph, m, t, 3).senders) == len(pairs) * (2 - graph.directed)
-    draws = [ErdosRenyi(0.4, varying=varying) for varying in (False, True)]
-    if m == 12:
-        same, other = ([graph.edges(m, t, 3).tolist() for t in (0, 1)] for graph in draws)
-        assert same[0] == same[1] == other[0] != other[1]
 
 
 @pytest.mark.parametrize(

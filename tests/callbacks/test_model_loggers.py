@@ -21,7 +21,6 @@ from fl_lightning.callbacks.loggers.consensus_distance_logger import layers
 from fl_lightning.datamodules.batches.biases import CategoryBias, ClientBias
 from fl_lightning.learner.layout import Layout
 from fl_lightning.models import Classifier, ResNet20
-from fl_lightning.systems import Buffered, Devices, LogNormal
 from tests.helpers.federation import network
 from tests.helpers.learners import Lit, Normed, blobs, client_rows, federated, trainer
 
@@ -171,22 +170,6 @@ class Rows(pl.loggers.Logger):
         pass
 
 
-def test_a_fixed_subset_and_an_accuracy_that_validation_alone_logs() -> None:
-    _, seen = run(c.GlobalLossLogger(1, samples=30), learner=Lit)
-    every, _ = run(
-        c.GlobalLossLogger(1, samples=10**6), c.HessianLogger(1, 50, probes=4), learner=Lit
-    )
-    assert seen.logged[-1]["global/train_loss"] != float(
-        every.trainer.callback_metrics["global/train_loss"]
-    )
-    x, y = blobs()._given_sets["train"]
-    own = np.concatenate([blobs().client_indices(i) for i in range(10)])
-    right = (every.export().net(x[own]).argmax(1) == y[own]).double().mean()
-    assert float(every.trainer.callback_metrics["global/train_acc"]) == pytest.approx(
-        float(right), abs=1e-6
-    )
-
-
 class Ends(FederatedCallback):
     """Remembers x_{i,K} of the latest round."""
 
@@ -227,38 +210,6 @@ def test_consensus_and_drift_are_what_their_definitions_say(parts: dict[str, Any
         assert metrics["drift/cosine"] == pytest.approx(np.mean(cosines), rel=1e-6)
 
 
-def test_distances_in_an_asynchronous_run_are_between_models_of_different_ages() -> None:
-    class Measured(FederatedCallback):
-        tolerates_staleness = True
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.ages, self.expected = set[int](), list[tuple[float, float]]()
-
-        def on_round_end(self, server: Any) -> None:
-            x = np.stack(list(ends.x.values()))
-            self.ages |= {server.round - version for version, _ in ends.x}
-            w = server.w.detach().numpy()
-            spread = ((x - x.mean(0)) ** 2).sum(1).mean()
-            self.expected.append((((x - w) ** 2).sum(1).mean(), spread))
-            ends.x.clear()
-
-    class Seen(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            names = ("divergence/participants", "consensus/total")
-            logged.append(tuple(float(trainer.callback_metrics[name]) for name in names))
-
-    ends, measured, logged = Ends(), Measured(), list[tuple[float, ...]]()
-    ends.tolerates_staleness = True
-    late = Buffered(Devices(LogNormal(1.0, 0.8)), size=3, concurrency=6)
-    module = federated(asynchronous=late, engine="sequential")
-    loggers = [c.DivergenceLogger(), c.ConsensusDistanceLogger(per_layer=False)]
-    trainer(5, [ends, measured, *loggers, Seen()]).fit(module, blobs())
-    assert len(measured.ages) > 1, "some models are older than others"
-    for one, expected in zip(logged, measured.expected, strict=True):
-        assert one == pytest.approx(expected, rel=1e-6)
-
-
 class Submodels(Ends):
     """Client i trains two thirds of the coordinates; the others stand at 0."""
 
@@ -292,20 +243,6 @@ def test_a_norm_is_counted_with_the_layer_before_it() -> None:
     found = layers(Layout(ResNet20(10, depth=8)))
     # and its norm's weight and bias
     assert sum(s.stop - s.start for s in found["conv1"]) == 16 * 3 * 9 + 16 + 16
-
-
-def test_total_alone_costs_less_and_is_the_same() -> None:
-    both = [
-        network([c.ConsensusDistanceLogger(per_layer=p)], 3).record.metrics[-1]
-        for p in (True, False)
-    ]
-    assert both[0]["consensus/total"] == pytest.approx(both[1]["consensus/total"], rel=1e-6)
-    assert [k for k in both[1] if k.startswith("consensus/")] == ["consensus/total"]
-
-
-def test_one_client_has_no_cosine() -> None:
-    metrics = network([c.DriftLogger()], 2, participation=1).record.metrics[-1]
-    assert metrics["drift/norm"] > 0 and "drift/cosine" not in metrics
 
 
 def test_one_participant_is_where_the_server_goes() -> None:

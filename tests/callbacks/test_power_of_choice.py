@@ -50,11 +50,10 @@ class Watched(PowerOfChoice):
         return super().select(server, available, n)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
 @pytest.mark.parametrize("candidates", [8, 5, 3, None])
-def test_those_with_the_largest_known_loss_take_part(engine: str, candidates: int | None) -> None:
+def test_those_with_the_largest_known_loss_take_part(candidates: int | None) -> None:
     method = Watched(candidates)
-    ours = network([method], ROUNDS, engine=engine)
+    ours = network([method], ROUNDS)
     problem, losses = TwoLayer(3, 4, 3), dict[int, float]()
     for t, ((drawn, p), cohort) in enumerate(
         zip(vars(method)["_drawn"], ours.schedule.rounds, strict=True)

@@ -269,20 +269,13 @@ def test_one_sum_at_two_scales_or_of_two_steps_has_other_noise() -> None:
 
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
 def test_epsilon_is_the_library_s(sampling: Any) -> None:
-    """Ten settings each: of the client that has spent most, after two rounds of all clients."""
+    """Some settings: of the client that has spent most, after two rounds of all clients."""
     dp = pytest.importorskip("dp_accounting")
     from dp_accounting.pld import PLDAccountant
 
     for sigma, batch, steps, delta in [
-        (1.0, 4, 1, 1e-5),  # the library takes long for little noise
-        (2.0, 4, 3, 1e-5),
-        (4.0, 4, 3, 1e-5),
-        (4.0, 2, 3, 1e-5),
-        (4.0, 1, 3, 1e-5),
-        (6.0, 4, 3, 1e-5),
-        (4.0, 4, 7, 1e-5),
-        (4.0, 4, 3, 1e-3),
-        (2.5, 3, 2, 1e-6),
+        (6.0, 4, 3, 1e-5),  # the library takes long for little noise
+        (4.0, 4, 7, 1e-3),
         (3.0, None, 5, 1e-5),
     ]:
         module = run(

@@ -166,14 +166,6 @@ def test_a_recorded_step_does_not_copy_its_gradients(recording: bool, copied: in
         assert gradient is not None and torch.equal(gradient, other)
 
 
-def test_hooks_of_parameters_see_the_gradient_of_a_recorded_step() -> None:
-    parameter = nn.Parameter(torch.ones(3))
-    seen: list[Tensor] = []
-    parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    (gradient,) = differentiated(parameter.square().sum(), [parameter], recording=True)
-    assert len(seen) == 1 and gradient is not None and torch.equal(seen[0], gradient)
-
-
 OPTIMIZERS = {
     "decay": lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.1),
     "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1),
@@ -199,8 +191,11 @@ class TwoHeads(Lit):
         return nn.functional.cross_entropy(self.net[2](hidden), y)
 
 
-@pytest.mark.parametrize("settings", ENGINES, ids=str)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [*(("adamw", each) for each in ENGINES), *((name, ENGINES[0]) for name in OPTIMIZERS)],
+    ids=str,
+)
 def test_a_head_that_the_loss_does_not_depend_on_stays(optimizer: str, settings: Any) -> None:
     data = blobs(clients=1)
     learner = TwoHeads()

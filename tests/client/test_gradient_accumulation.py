@@ -74,11 +74,11 @@ def near(run: Run, reference: Run) -> None:
     near_in_all(run, reference)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "concurrent"])
 @pytest.mark.parametrize(
     ("learner", "methods", "given"),
     [
         (Plain, [], {}),
+        (Plain, [], {"engine": "concurrent", "workers": 2}),
         (Plain, [], {"clip_norm": 0.5, "weighting": "samples"}),
         (Plain, [], ADAMW | {"keep_optimizer_state": True}),
         (Masked, [], {}),
@@ -95,23 +95,22 @@ def near(run: Run, reference: Run) -> None:
     ],
 )
 def test_batches_of_a_step_are_one_large_batch(
-    learner: Any, methods: list[Any], given: dict[str, Any], engine: str
+    learner: Any, methods: list[Any], given: dict[str, Any]
 ) -> None:
     """Clients have 1 to 12 samples, so the last step of an epoch may have fewer batches."""
-    large = trained(
-        ([make() for make in methods], given), engine, learner=learner, data=of_batches(4)
-    )
-    for size in (1, 2):
-        case = ([make() for make in methods], given)
-        more = {"accumulate": 4 // size, "workers": 2} if engine == "concurrent" else {}
-        small = trained(
-            case,
-            engine,
+    given = {"engine": "sequential", **given}
+    large, *small = (
+        trained(
+            ([make() for make in methods], {}),
             learner=learner,
             data=of_batches(size),
-            **{"accumulate": 4 // size, **more},
+            accumulate=4 // size,
+            **given,
         )
-        near(small, large)
+        for size in (4, 1, 2)
+    )
+    for each in small:
+        near(each, large)
 
 
 def test_a_step_takes_no_batch_of_the_next_epoch() -> None:

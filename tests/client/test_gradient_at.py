@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fl_lightning.callback import ClientState, FederatedCallback
 from fl_lightning.callbacks import SharpnessAwareMinimization
-from fl_lightning.testing import check_method, tiny_run
+from fl_lightning.testing import tiny_run
 from tests.helpers.federation import network
 from tests.helpers.learners import Dropping, InPlace, Lit, Normed, blobs, federated, trainer
 from tests.helpers.replays import assert_same, ran, replayed
@@ -48,12 +48,6 @@ class Again(FederatedCallback):
         again = clients.gradient_at(clients.x)
         assert elsewhere.data_ptr() != again.data_ptr() != gradient.data_ptr()
         return again
-
-
-def test_the_contracts_know_it() -> None:
-    report = check_method(Second)
-    assert report.ok, f"{report}"
-    assert check_method(Again)["neutral setting is FedAvg"].verdict == "holds"
 
 
 @pytest.mark.parametrize("learner", [Lit, Dropping, InPlace, Normed])

@@ -285,9 +285,7 @@ class Reads(Learner):
 READS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda loss: loss.item(),
     "if": lambda loss: bool(loss > 0),
-    "to the CPU": lambda loss: loss.cpu(),
     "to the GPU": lambda loss: torch.tensor(1.0, device=loss.device),
-    "pinned": lambda loss: torch.ones(2).pin_memory().to(loss.device, non_blocking=True),
     "mask": lambda loss: loss.reshape(1)[loss.reshape(1) > 0],
 }
 
@@ -400,7 +398,7 @@ def test_recorded_steps_of_a_callback_wait_for_what_they_read(name: str) -> None
         assert captured == (gpu.graphs > 2), module.engine_facts
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adadelta, torch.optim.Rprop])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Rprop])
 def test_recorded_steps_of_other_optimizers(kind: Any) -> None:
     given = {"client_optimizer": lambda p: kind(p, lr=0.01), "keep_optimizer_state": True}
     here, gpu, module = on_gpu([], **given, **SIDE_BY_SIDE)
@@ -408,7 +406,7 @@ def test_recorded_steps_of_other_optimizers(kind: Any) -> None:
     assert module.engine_facts["capture"] == "yes" and gpu.graphs == 7
 
 
-@pytest.mark.parametrize("kind", ["Adagrad", "NAdam", "RAdam", "ASGD", "Adamax"])
+@pytest.mark.parametrize("kind", ["Adagrad", "NAdam"])
 def test_a_step_count_on_the_cpu_is_not_recorded(kind: str) -> None:
     """A replay would not count."""
     made = getattr(torch.optim, kind)

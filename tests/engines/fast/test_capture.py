@@ -130,18 +130,16 @@ CASES: dict[str, tuple[type[Lit], Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_replays_leave_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, expected, _ = ran(*CASES[name], engine="sequential")
-    for workers in (1, 2):
-        module, found, engine = ran(*CASES[name], capture=True, workers=workers)
-        assert module.engine_facts["capture"] == "yes" and replayed(engine) > 100
-        assert_same(expected, found)
+    module, found, engine = ran(*CASES[name], capture=True, workers=2)
+    assert module.engine_facts["capture"] == "yes" and replayed(engine) > 100
+    assert_same(expected, found)
     # the GPU's engine, without streams, with more clients than workers
     monkeypatch.setattr(
         registry, "Threads", lambda workers, learner, note: Streams(workers, learner)
     )
-    for capture in (True, False):
-        _, found, engine = ran(*CASES[name], capture=capture, workers=3)
-        assert isinstance(engine, Streams) and (replayed(engine) if capture else 1) > 0
-        assert_same(expected, found)
+    _, found, engine = ran(*CASES[name], capture=True, workers=3)
+    assert isinstance(engine, Streams) and replayed(engine) > 0
+    assert_same(expected, found)
 
 
 class Remembering(FederatedCallback):
