@@ -54,10 +54,7 @@ LEFT_OUT = [
     "tests/oracles",
     "tests/systems/test_schedule.py::test_the_schedule_is_that_of_another_program",
     # recorded steps, which only save time: their bits are those of steps that are not recorded
-    "tests/callbacks/test_personal_methods.py::test_steps_are_recorded_with_the_same_bits",
     "tests/engines/fast",
-    "tests/client/test_gradient_at.py::test_a_step_that_asks_for_it_is_captured",
-    "tests/round/test_steps.py::test_recorded_steps_have_the_bits_of_those_that_are_not",
     # papers' tables and their replays, reports of real runs, figures
     "fl_lightning/testing.py",
     "tests/benchmarks",
@@ -173,7 +170,6 @@ CASES = {
     "tests/engines/test_forked.py::test_a_worker_that_is_ended_leaves_one_paragraph": ["9"],
     "tests/client/test_learner_metrics.py::test_gradients_that_are_no_steps": ["method1"],
     "tests/client/test_learner_metrics.py::test_metrics_have_the_numbers": ["Updated"],
-    "tests/client/test_forward_hooks.py::test_a_captured_step_has_the_same_bits": ["Normed]"],
     "tests/engines/test_unequal_clients.py::test_a_client_that_diverges": ["2"],
     "tests/evaluation/test_evaluated_model.py::test_clients_and_global_values": ["both"],
     "tests/models/test_pretrained.py::test_folders_have_the_logits_of_the_export": ["opt-fedit"],

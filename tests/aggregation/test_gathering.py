@@ -24,8 +24,6 @@ from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
 class Looking(FederatedCallback):
-    """Looks at the updates, and leaves them alone."""
-
     def on_updates(self, server: Any) -> None:
         server.log("spread", server.updates.std(0).norm())
 

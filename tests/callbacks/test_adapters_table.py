@@ -1,9 +1,7 @@
-"""Every variant of LoRA and every tuner of the installed peft, beside the methods for adapters.
-
-A cell of the table is right, by a check in float64 on three clients, or it is refused by the
-method's name before round 0. What an adapter adds is measured here from the layers' outputs,
-and not computed from its factors. The page docs/methods/adapters.md has the table, by groups.
-"""
+"""Every variant of LoRA and every tuner of the installed peft, beside the methods for adapters. A
+cell of the table is right, by a check in float64 on three clients, or it is refused by the method's
+name before round 0. What an adapter adds is measured here from the layers' outputs, and not
+computed from its factors. The page docs/methods/adapters.md has the table, by groups."""
 
 from __future__ import annotations
 

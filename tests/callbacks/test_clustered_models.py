@@ -48,8 +48,6 @@ def test_who_never_took_part_has_the_centre_of_least_loss() -> None:
 
 
 class GoesByW(FederatedCallback):
-    """A method of a user's own."""
-
     def on_local_gradient(self, clients: Any, gradient: torch.Tensor) -> torch.Tensor:
         pulled: torch.Tensor = gradient + 0.1 * (clients.x - clients.w)
         return pulled

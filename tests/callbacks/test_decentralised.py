@@ -14,19 +14,8 @@ import pytest
 import torch
 
 from fl_lightning import FederatedModule, UserError
-from fl_lightning import callbacks as packaged
+from fl_lightning import callbacks as c
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.callbacks import (
-    ControlVariates,
-    FactorSchedule,
-    Gossip,
-    GradientTracking,
-    PartialAveraging,
-    ProximalTerm,
-    PushSum,
-    RelaxedInitialization,
-    TopKCompression,
-)
 from fl_lightning.datamodules import FromTable
 from fl_lightning.lab.contracts.federation import fit
 from fl_lightning.models import Classifier
@@ -59,13 +48,13 @@ def rows(run: Any, key: str, first: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
-@pytest.mark.parametrize("beside", [[], [RelaxedInitialization(0.3)]], ids=["fedavg", "fedinit"])
+@pytest.mark.parametrize("beside", [[], [c.RelaxedInitialization(0.3)]], ids=["fedavg", "fedinit"])
 def test_fully_connected_it_is_the_central_method_bit_for_bit(engine, beside):
     options = {**OWN, "participation": "all", "engine": engine, "rounds": 3}
     # Clients take unequal numbers of steps.
     central = tiny_run(*beside, **options)
     for order in (1, -1):
-        ours = tiny_run(*[Gossip(FullyConnected()), *beside][::order], **options)
+        ours = tiny_run(*[c.Gossip(FullyConnected()), *beside][::order], **options)
         assert ours.global_vector.equal(central.global_vector)
         assert all(
             ours.client_rows.read("Gossip.x", i).equal(central.global_vector) for i in range(M)
@@ -78,11 +67,15 @@ def ids(cases: list[Any]) -> list[str]:
 
 
 REFUSED = [
-    ((ControlVariates(),), {}, "Gossip and ControlVariates cannot run together: without a server"),
-    ((ProximalTerm(),), {}, "ProximalTerm uses clients.w"),
-    ((PartialAveraging(),), {}, "Gossip and PartialAveraging cannot run together"),
-    ((RelaxedInitialization(average="updates"),), {}, "both decide what clients send"),
-    ((RelaxedInitialization(offset="mean"),), {}, "cannot run together: without a server"),
+    (
+        (c.ControlVariates(),),
+        {},
+        "Gossip and ControlVariates cannot run together: without a server",
+    ),
+    ((c.ProximalTerm(),), {}, "ProximalTerm uses clients.w"),
+    ((c.PartialAveraging(),), {}, "Gossip and PartialAveraging cannot run together"),
+    ((c.RelaxedInitialization(average="updates"),), {}, "both decide what clients send"),
+    ((c.RelaxedInitialization(offset="mean"),), {}, "cannot run together: without a server"),
     ((), {"weighting": "samples"}, "weighting='samples' has no meaning without a server"),
     ((), {"buffers": "average"}, r"buffers of the clients' learners \(running_mean, batches\)"),
     (
@@ -98,7 +91,7 @@ REFUSED = [
 @pytest.mark.parametrize(("beside", "options", "text"), REFUSED, ids=ids(REFUSED))
 def test_what_needs_a_server_is_refused(beside, options, text):
     with pytest.raises(UserError, match=text):
-        tiny_run(Gossip(), *beside, **{**OWN, **options})
+        tiny_run(c.Gossip(), *beside, **{**OWN, **options})
 
 
 @pytest.mark.parametrize(
@@ -114,30 +107,28 @@ def test_what_needs_a_server_is_refused(beside, options, text):
 )
 def test_a_directed_graph_needs_everybody_or_push_sum(options, beside):
     with pytest.raises(UserError, match=r"is directed.*Use PushSum"):
-        tiny_run(Gossip(ExponentialGraph()), *beside, **OWN, **options)
-    tiny_run(PushSum(ExponentialGraph()), *beside, **OWN, **options)
+        tiny_run(c.Gossip(ExponentialGraph()), *beside, **OWN, **options)
+    tiny_run(c.PushSum(ExponentialGraph()), *beside, **OWN, **options)
 
 
 class Nudge(FederatedCallback):
-    """Moves w away from the clients' mean."""
-
     def on_server_update(self, server: Any) -> None:
         server.update *= 0.5
 
 
 def test_a_method_that_moves_w_is_refused_in_round_0():
     with pytest.raises(UserError, match=r"Gossip and Nudge .*Nudge changes server\.update"):
-        tiny_run(Gossip(), Nudge(), **OWN)
+        tiny_run(c.Gossip(), Nudge(), **OWN)
 
 
 def test_gradient_tracking_needs_gossip():
-    for beside in ((), (PushSum(),)):
+    for beside in ((), (c.PushSum(),)):
         with pytest.raises(UserError, match="GradientTracking needs Gossip"):
-            tiny_run(GradientTracking(), *beside, **OWN)
+            tiny_run(c.GradientTracking(), *beside, **OWN)
 
 
 def test_a_pull_to_the_start_is_one_to_w_if_clients_start_there():
-    a, b = (tiny_run(ProximalTerm(0.5, anchor=anchor)).global_vector for anchor in ("w", "start"))
+    a, b = (tiny_run(c.ProximalTerm(0.5, anchor=anchor)).global_vector for anchor in ("w", "start"))
     assert a.equal(b)
 
 
@@ -150,7 +141,7 @@ WHY = {
 }
 NEED: dict[str, tuple[Any, ...]] = {  # arguments
     "DifferentialPrivacy": (1.0, 1.0),
-    "ErrorFeedback21": (TopKCompression(0.5),),
+    "ErrorFeedback21": (c.TopKCompression(0.5),),
     "PrototypePull": (3, 4),
     "RandomK": (0.5,),
     "RecordPrivacy": (1.0, 1.0),
@@ -172,7 +163,7 @@ def beside(method: FederatedCallback, callback: FederatedCallback) -> str:
     return COMPOSES
 
 
-@pytest.mark.parametrize("method", [Gossip, pytest.param(PushSum, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", [c.Gossip, pytest.param(c.PushSum, marks=pytest.mark.slow)])
 def test_the_page_says_of_each_packaged_callback_whether_it_composes_and_why_not(method):
     page = (Path(__file__).parents[2] / "docs/decentralised.md").read_text("utf-8")
     said = {
@@ -180,9 +171,9 @@ def test_the_page_says_of_each_packaged_callback_whether_it_composes_and_why_not
         for line in page.partition("| a callback that |")[2].splitlines()[2:6]
         for name in re.findall(r"`(\w+)`", line)
     }
-    classes = [getattr(packaged, name) for name in packaged.__all__]
+    classes = [getattr(c, name) for name in c.__all__]
     apart = {"Gossip", "PushSum", *OF_TEXT}
-    if method is PushSum:  # GradientTracking needs Gossip
+    if method is c.PushSum:  # GradientTracking needs Gossip
         apart.add("GradientTracking")
         del said["GradientTracking"]
     found = dict.fromkeys(OF_TEXT, COMPOSES)
@@ -195,7 +186,7 @@ def test_the_page_says_of_each_packaged_callback_whether_it_composes_and_why_not
 
 def test_an_alternating_schedule_of_factors_is_refused():
     with pytest.raises(UserError, match="FactorSchedule and Gossip cannot run together"):
-        tiny_run(Gossip(), FactorSchedule(["B", "A"]), **OWN)
+        tiny_run(c.Gossip(), c.FactorSchedule(["B", "A"]), **OWN)
 
 
 EDGES = [
@@ -210,22 +201,22 @@ EDGES = [
     (lambda: FromEdges([[0, 1]], [[0.1]]), "one number per edge"),  # type: ignore[list-item]
     (lambda: RandomRegular(0), "degree=0"),
     (lambda: ErdosRenyi(0.0), "p=0.0"),
-    (lambda: Gossip(gossip_steps=0), "gossip_steps=0"),
-    (lambda: Gossip(FromEdges([[0, 1]], [0.1]), weights="uniform"), "Give one of the two"),
-    (lambda: Gossip(Ring), "is not a topology"),
+    (lambda: c.Gossip(gossip_steps=0), "gossip_steps=0"),
+    (lambda: c.Gossip(FromEdges([[0, 1]], [0.1]), weights="uniform"), "Give one of the two"),
+    (lambda: c.Gossip(Ring), "is not a topology"),
 ]
 RUNS = [
-    (Gossip(FromEdges([[0, 6]])), "client 6 does not exist: there are 6 clients"),
-    (Gossip(Star(hub=6)), r"Star\(hub=6\): client 6 does not exist: there are 6 clients"),
-    (Gossip(Grid(rows=4)), r"Grid\(rows=4\) needs a multiple of 4 clients, and has 6"),
-    (Gossip(Torus(rows=6)), "6 rows of 1, and both have to be at least 2"),
-    (Gossip(RandomRegular(6)), "6 clients have at most 5 neighbours"),
-    (Gossip(Star(), weights="uniform"), "add up to .* and not to 1"),
-    (Gossip(FromEdges([[0, 1]], [1.5])), "its own would be negative"),
-    (Gossip(FromEdges([[0, 1]], [-0.5])), r"the weight of the edge \(1, 0\) is -0.5"),
-    (PushSum(FromEdges([[0, 1], [0, 2]], [0.7, 0.7], directed=True)), "add up to 1.4"),
-    (PushSum(FromEdges([[0, 1]], [float("nan")])), "add up to nan"),
-    (Gossip(keeps="heads"), "Gossip.keeps: no parameter is called 'heads'"),
+    (c.Gossip(FromEdges([[0, 6]])), "client 6 does not exist: there are 6 clients"),
+    (c.Gossip(Star(hub=6)), r"Star\(hub=6\): client 6 does not exist: there are 6 clients"),
+    (c.Gossip(Grid(rows=4)), r"Grid\(rows=4\) needs a multiple of 4 clients, and has 6"),
+    (c.Gossip(Torus(rows=6)), "6 rows of 1, and both have to be at least 2"),
+    (c.Gossip(RandomRegular(6)), "6 clients have at most 5 neighbours"),
+    (c.Gossip(Star(), weights="uniform"), "add up to .* and not to 1"),
+    (c.Gossip(FromEdges([[0, 1]], [1.5])), "its own would be negative"),
+    (c.Gossip(FromEdges([[0, 1]], [-0.5])), r"the weight of the edge \(1, 0\) is -0.5"),
+    (c.PushSum(FromEdges([[0, 1], [0, 2]], [0.7, 0.7], directed=True)), "add up to 1.4"),
+    (c.PushSum(FromEdges([[0, 1]], [float("nan")])), "add up to nan"),
+    (c.Gossip(keeps="heads"), "Gossip.keeps: no parameter is called 'heads'"),
 ]
 
 
@@ -285,7 +276,7 @@ def federation(names: list[Any]) -> FromTable:
     return FromTable(table, target="y", client="who", batch_size=4)
 
 
-def alike(method: Gossip, names: list[Any]) -> set[tuple[str, str]]:
+def alike(method: c.Gossip, names: list[Any]) -> set[tuple[str, str]]:
     """Pairs of clients, by name, that have equal models after a round."""
     module = FederatedModule(
         Classifier(torch.nn.Linear(1, 2), num_classes=2), seed=0, participation="all", **OWN
@@ -304,7 +295,7 @@ def alike(method: Gossip, names: list[Any]) -> set[tuple[str, str]]:
 def test_a_graph_has_the_names_of_each_fit(tmp_path):
     path = tmp_path / "graph.csv"
     path.write_text("sender,receiver\nzoe,ann\n")
-    method = Gossip(FromFile(str(path)))
+    method = c.Gossip(FromFile(str(path)))
     assert alike(method, ["ann", "bob", "zoe"]) == {("zoe", "ann")}
     assert alike(method, ["ann", "zoe", "zora"]) == {("zoe", "ann")}
 
@@ -313,22 +304,20 @@ def test_a_graph_has_the_names_of_each_fit(tmp_path):
 def test_numbers_in_a_graphs_file_are_names_if_all_of_them_are(tmp_path, names, pair):
     path = tmp_path / "graph.csv"
     path.write_text("sender,receiver\n1,2\n")
-    method = Gossip(FromFile(str(path)))
+    method = c.Gossip(FromFile(str(path)))
     text = repr(method.topology)
     assert alike(method, names) == {pair}
     assert repr(method.topology) == text  # a resumed run compares it
 
 
 class Pair(FullyConnected):
-    """Extends another class, and has one edge."""
-
     def edges(self, m: int, t: int, seed: int) -> Any:
         return np.array([[0, 1]])
 
 
 def test_a_class_that_extends_fully_connected_has_its_own_edges():
     ours, theirs = (
-        tiny_run(Gossip(graph), rounds=1, participation="all", **OWN)
+        tiny_run(c.Gossip(graph), rounds=1, participation="all", **OWN)
         for graph in (Pair(), FromEdges([[0, 1]]))
     )
     first = ours.run.state.initial_vector
@@ -345,7 +334,7 @@ class Listed(Topology):
         return np.stack([np.arange(m), (np.arange(m) + 1) % m], axis=1)
 
 
-@pytest.mark.parametrize("method", [Gossip, PushSum])
+@pytest.mark.parametrize("method", [c.Gossip, c.PushSum])
 def test_a_topology_of_ones_own_may_list_its_weights(method):
     run = tiny_run(method(Listed()), rounds=2, participation="all", **OWN)
     x = rows(run, f"{method.__name__}.x", run.run.state.initial_vector)
@@ -353,27 +342,27 @@ def test_a_topology_of_ones_own_may_list_its_weights(method):
 
 
 def test_a_graph_that_is_not_connected_gets_a_note():
-    run = tiny_run(Gossip(FromEdges([[0, 1], [2, 3]])), **OWN)
+    run = tiny_run(c.Gossip(FromEdges([[0, 1], [2, 3]])), **OWN)
     assert any("not connected: it falls into 4 components" in note for note in run.notes)
-    assert not any("connected" in note for note in tiny_run(Gossip(), **OWN).notes)
+    assert not any("connected" in note for note in tiny_run(c.Gossip(), **OWN).notes)
 
 
 def test_rows_beyond_the_memory_for_them_get_a_note(monkeypatch):
     size = 8 * len(tiny_run(**OWN).global_vector)
     for budget, noted in ((M * size, False), (M * size - 1, True)):
         monkeypatch.setattr("fl_lightning.run.ClientStore", partial(ClientStore, budget))
-        notes = tiny_run(Gossip(), **OWN).notes
+        notes = tiny_run(c.Gossip(), **OWN).notes
         assert noted == any("Gossip.x: the rows of 6 clients take up to" in each for each in notes)
 
 
 @pytest.mark.parametrize(
     ("first", "then", "same"),
     [
-        (Gossip(Torus()), Gossip(Torus()), True),
-        (Gossip(Ring()), Gossip(Torus()), False),
-        (Gossip(FromEdges([[0, 1]], [0.25])), Gossip(FromEdges([[0, 1]], [0.5])), False),
-        (Gossip(Star()), Gossip(Star(), gossip_steps=2), False),
-        (PushSum(RandomRegular(3)), PushSum(RandomRegular(3)), True),
+        (c.Gossip(Torus()), c.Gossip(Torus()), True),
+        (c.Gossip(Ring()), c.Gossip(Torus()), False),
+        (c.Gossip(FromEdges([[0, 1]], [0.25])), c.Gossip(FromEdges([[0, 1]], [0.5])), False),
+        (c.Gossip(Star()), c.Gossip(Star(), gossip_steps=2), False),
+        (c.PushSum(RandomRegular(3)), c.PushSum(RandomRegular(3)), True),
     ],
     ids=["same", "topology", "weights", "steps", "push sum"],
 )

@@ -1,8 +1,6 @@
 """Decentralised runs agree with NumPy's to 1e-9: w, clients' models and states, what is counted.
-
 After each round, on minibatches of clients of unequal sizes and steps. One matrix of methods,
-graphs, who takes part, local steps, rates, momentum and what stands beside.
-"""
+graphs, who takes part, local steps, rates, momentum and what stands beside."""
 
 from __future__ import annotations
 
@@ -51,8 +49,6 @@ KEEPS: dict[int, Any] = {16: "net.0.*", 15: "last"}  # by the number of coordina
 
 
 class Chain(Topology):
-    """A user's own: a line."""
-
     def edges(self, m: int, t: int, seed: int) -> Any:
         return np.stack([np.arange(m - 1), np.arange(1, m)], axis=1)
 
@@ -121,8 +117,6 @@ GRAPHS: dict[str, tuple[Callable[[], Topology], Graph]] = {
 
 
 class Spoils(FederatedCallback):
-    """Makes some clients' gradients NaN in some rounds."""
-
     def __init__(self, at: set[tuple[int, int]]) -> None:
         super().__init__()
         self._at = at
@@ -190,7 +184,6 @@ def coefficient(value: Any) -> Any:
 def both(
     case: Case, topology: Topology | None = None, no_gossip: bool = False
 ) -> tuple[Run, list[Round]]:
-    """A run of ours, and NumPy's."""
     cfg = config(case)
     x, y, clients = samples(case.sizes)
     how: dict[str, Any] = {"participation": "all", "local_epochs": 1.5, "buffers": "own"}
@@ -300,7 +293,6 @@ CALIBRATED = {"calibration": (1.0, False)}
 
 
 def silent(t: int) -> float:
-    """A rate of zero in round 1."""
     return 0.0 if t == 1 else 0.9**t
 
 

@@ -30,7 +30,6 @@ class Sent(FederatedCallback):
 
 
 def known(*arguments, **named):
-    """With noise and coins that a test can compute."""
     return DifferentialPrivacy(*arguments, noise_seed=1, **named)
 
 
@@ -93,7 +92,6 @@ def test_the_round_is_algorithm_1(sigma):
 
 
 def fit_start():
-    """w^0 of the contracts' learner."""
     begun = []
     with quiet():
         fit([], 1, started=lambda module: begun.append(module.global_vector.detach().clone()))
@@ -132,10 +130,8 @@ def test_what_is_spent_agrees_with_two_accountants():
 
 
 def test_little_noise_has_its_price_in_moderate_time_and_memory():
-    """At dp-accounting's own grid, σ = 0.05 takes gigabytes.
-
-    Its ε is that of a finer grid where there is one.
-    """
+    """At dp-accounting's own grid, σ = 0.05 takes gigabytes. Its ε is that of a finer grid where
+    there is one."""
     pytest.importorskip("dp_accounting")
     assert epsilon(0.1, 0.1, 100, 1e-5) == pytest.approx(1200.576, rel=1e-5)
     spent = [epsilon(sigma, 0.1, 2, 1e-5) for sigma in (0.3, 0.05, 0.001, 1e-5)]
@@ -228,23 +224,10 @@ class Sends(FederatedCallback):
     more = Upload()
 
 
-class Swaps(FederatedCallback):
-    """Puts the mean of raw changes in the place of the noised one."""
-
-    raw = Upload(sent=False)
-
-    def on_local_end(self, clients):
-        self.raw[clients] = clients.x - clients.w
-
-    def on_server_update(self, server):
-        server.update = self.raw.mean()
-
-
 @pytest.mark.parametrize(
     ("others", "arguments", "said"),
     [
         ([Sends()], {}, "Sends cannot run together"),
-        ([Swaps()], {}, "Swaps cannot run together"),
         ([Peeks()], {}, "it sees all updates"),
     ],
 )

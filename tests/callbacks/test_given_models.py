@@ -1,9 +1,7 @@
-"""Methods compute with the model that clients were given, if another method broadcasts one.
-
-Every packaged method runs beside a ``broadcast`` of w + c, with c constant. What clients do is then
-what they do in a run without it that begins at w^0 + c, and the server adds the same updates. So
-the models of the two runs differ by c in each round, unless the pair is refused by both names.
-"""
+"""Methods compute with the model that clients were given, if another method broadcasts one. Every
+packaged method runs beside a ``broadcast`` of w + c, with c constant. What clients do is then what
+they do in a run without it that begins at w^0 + c, and the server adds the same updates. So the
+models of the two runs differ by c in each round, unless the pair is refused by both names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Where methods are one another: to the bit where nothing is computed otherwise, else to 1e-12.
-
-Partial participation, clients of unequal size, decaying rate, weight decay, clipping.
-"""
+Partial participation, clients of unequal size, decaying rate, weight decay, clipping."""
 
 from __future__ import annotations
 

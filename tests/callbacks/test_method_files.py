@@ -1,8 +1,5 @@
 """A method's file is its paper: it says what travels, and shows something true (the doctests run
-with the suite).
-
-That it imports fl_lightning.callback alone is held by tests/lint.py.
-"""
+with the suite). That it imports fl_lightning.callback alone is held by tests/lint.py."""
 
 from __future__ import annotations
 

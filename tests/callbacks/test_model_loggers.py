@@ -1,7 +1,5 @@
-"""What is measured of the model after a round.
-
-That it is right, when it is, and that the run does not see it.
-"""
+"""What is measured of the model after a round. That it is right, when it is, and that the run does
+not see it."""
 
 from __future__ import annotations
 
@@ -17,10 +15,8 @@ from torch.nn.functional import cross_entropy
 
 from fl_lightning import FederatedCallback, FederatedModule, InMemoryDataModule
 from fl_lightning import callbacks as c
-from fl_lightning.callbacks.loggers.consensus_distance_logger import layers
 from fl_lightning.datamodules.batches.biases import CategoryBias, ClientBias
-from fl_lightning.learner.layout import Layout
-from fl_lightning.models import Classifier, ResNet20
+from fl_lightning.models import Classifier
 from tests.helpers.federation import network
 from tests.helpers.learners import Lit, Normed, blobs, client_rows, federated, trainer
 
@@ -42,8 +38,6 @@ class Drawing(Normed):
 
 
 class Rounds(pl.Callback):
-    """What there was after each round."""
-
     def __init__(self) -> None:
         self.logged: list[dict[str, float]] = []
         self.w: list[Tensor] = []
@@ -155,8 +149,6 @@ class Stopping(pl.Callback):
 
 
 class Rows(pl.loggers.Logger):
-    """What was logged, by round."""
-
     name, version = "", ""
 
     def __init__(self) -> None:
@@ -171,8 +163,6 @@ class Rows(pl.loggers.Logger):
 
 
 class Ends(FederatedCallback):
-    """Remembers x_{i,K} of the latest round."""
-
     def __init__(self) -> None:
         super().__init__()
         self.x: dict[tuple[int, int], Any] = {}
@@ -235,14 +225,6 @@ def test_drift_is_of_the_coordinates_that_a_client_trains() -> None:
         assert metrics["drift/norm"] == pytest.approx(norms.mean(), rel=1e-6)
         cosine = (together @ together - n) / (n * (n - 1))
         assert metrics["drift/cosine"] == pytest.approx(cosine, rel=1e-6)
-
-
-def test_a_norm_is_counted_with_the_layer_before_it() -> None:
-    names = list(layers(Layout(ResNet20(10, depth=8))))
-    assert names == ["conv1", *(f"blocks.{i}.conv{j}" for i in range(3) for j in (1, 2)), "fc"]
-    found = layers(Layout(ResNet20(10, depth=8)))
-    # and its norm's weight and bias
-    assert sum(s.stop - s.start for s in found["conv1"]) == 16 * 3 * 9 + 16 + 16
 
 
 def test_one_participant_is_where_the_server_goes() -> None:

@@ -1,9 +1,7 @@
 """Our runs agree with NumPy's to 1e-9: models, rows, states, personal models, and what is counted.
-
 Minibatches, three of eight clients of unequal size and step count, decaying rate, weight decay,
 clipping. One matrix: each method alone and beside what perturbs, corrects and moves starts, by
-settings.
-"""
+settings."""
 
 from __future__ import annotations
 
@@ -85,7 +83,6 @@ UNSTACKED = ("FedProto", "FedRoD", "FedRoD, plain, + SCAFFOLD")
 
 
 def both(name: str, setting: str = "uniform", **options: Any) -> tuple[Run, list[Round]]:
-    """A run of ours, and NumPy's."""
     weighting = "samples" if setting in ("samples", "stacked") else "uniform"
     config = settings(weighting, **{**METHODS, **MODERN}[name])
     if name in MODERN:

@@ -1,8 +1,6 @@
 """The methods added in 2026 agree with NumPy's calculation to 1e-9: models, states, what was sent.
-
 Three of eight clients of unequal size and step count, decaying rate, weight decay, clipping; alone
-and beside what perturbs, corrects and moves starts; one client, everybody, nobody.
-"""
+and beside what perturbs, corrects and moves starts; one client, everybody, nobody."""
 
 from __future__ import annotations
 
@@ -25,6 +23,7 @@ from fl_lightning.lab.contracts.federation import Learner, quiet
 from fl_lightning.lab.contracts.federation import fit as tiny
 from fl_lightning.models import MultiHead
 from fl_lightning.systems import SystemHeterogeneity
+from tests.callbacks.test_adapters import federation as federation_of_adapters
 from tests.helpers import federation
 from tests.helpers.compositions import Function
 from tests.helpers.federation import Quadratics, Run, fit
@@ -79,7 +78,6 @@ def settings(how: Setting) -> dict[str, Any]:
 
 
 def both(case: Case, **options: Any) -> tuple[Run, list[Outcome]]:
-    """A run of ours on the small network, and NumPy's."""
     how, given = case.how, {**case.options, **options}
     ours = federation.network(
         callbacks(case),
@@ -219,12 +217,6 @@ for estimator in ("saga", "sag"):
             ],
             how={**SAM, **RI, "weighting": "samples", "server_rate": 0.7, "server_momentum": 0.5},
         )
-    add(
-        f"memory, {estimator}, SCAFFOLD",
-        lambda estimator=estimator: [c.UpdateMemory(estimator), c.ControlVariates()],
-        lambda estimator=estimator: [oracle.Memory(estimator, "update"), oracle.Variates()],
-        how={"momentum": 0.5, "clip_norm": None},
-    )
 
 # ------------------------------------------------------------------ FedDecorr, FedGMT
 
@@ -257,21 +249,9 @@ for label, how in {
         stacks=False,
     )
 add(
-    "FedDecorr, strong, SCAFFOLD",
-    lambda: [c.DecorrelatedFeatures(2.0), c.ControlVariates()],
-    lambda: [oracle.Decorrelated(2.0), oracle.Variates()],
-    stacks=False,
-)
-add(
     "FedDecorr, another tap",
     lambda: [c.DecorrelatedFeatures(0.5, "net.0")],
     lambda: [oracle.Decorrelated(0.5, hidden=True)],
-    stacks=False,
-)
-add(
-    "FedDecorr, schedule, FedDyn",
-    lambda: [c.DecorrelatedFeatures(Function(grows)), c.DynamicRegularization(0.1)],
-    lambda: [oracle.Decorrelated(grows), oracle.Duals(0.1)],
     stacks=False,
 )
 add(
@@ -365,12 +345,6 @@ add(
     how=SMALL,
 )
 add(
-    "Local SOAP with SAM, FedDyn",
-    lambda: [c.SoapDirection(**EXACT), c.DynamicRegularization(0.1)],
-    lambda: [oracle.Soap(PLAIN.shapes), oracle.Duals(0.1)],
-    how={**SMALL, **SAM},
-)
-add(
     "FedPAC SOAP with SAM, RI, FedDyn",
     lambda: [
         c.SoapDirection(**EXACT, start="averaged"),
@@ -385,12 +359,6 @@ add(
     how={**SMALL, **SAM, **RI},
 )
 
-add(
-    "Local SOAP with RI, SCAFFOLD",
-    lambda: [c.SoapDirection(**EXACT), c.ControlVariates()],
-    lambda: [oracle.Soap(PLAIN.shapes), oracle.Variates()],
-    how={**SMALL, **RI},
-)
 for label, epochs in (("some of one step", 1), ("many steps", 5)):
     add(
         f"FedPAC SOAP, {label}",
@@ -431,8 +399,6 @@ def test_a_method_agrees_with_numpy(engine: str, name: str) -> None:
 
 
 class Finished(FederatedCallback):
-    """Who finished each round."""
-
     role = "measurement"
 
     def __init__(self) -> None:
@@ -494,8 +460,6 @@ def test_soap_has_a_basis_of_gradients_whose_rows_differ_by_orders_of_magnitude(
 
 
 class Doubling(nn.Module):
-    """Doubles in training."""
-
     def forward(self, x: Tensor) -> Tensor:
         return 2 * x if self.training else x
 
@@ -572,19 +536,7 @@ def test_soap_of_a_tensor_of_three_dimensions(start: Any, max_dim: int, flat: bo
 
 # ------------------------------------------------------------------ FedSVD
 
-SIZES = [1, 5, 9, 4, 12, 7, 10]
 ADAPTERS = [(3, 5, 3, 0.7), (5, 4, 2, 1.5)]
-
-
-def samples(d_in: int) -> InMemoryDataModule:
-    rng = np.random.default_rng(3)
-    x = np.concatenate([rng.normal(size=(n, d_in)) + rng.normal(size=d_in) for n in SIZES])
-    y = np.concatenate([rng.integers(0, 4, n) for n in SIZES])
-    ends = np.cumsum(SIZES)
-    clients = [np.arange(end - n, end) for end, n in zip(ends, SIZES, strict=True)]
-    return InMemoryDataModule(
-        (torch.from_numpy(x), torch.from_numpy(y)), clients=clients, batch_size=4
-    )
 
 
 def trained(
@@ -595,7 +547,7 @@ def trained(
     case = Case(lambda: made, list, how)
     return fit(
         learner,
-        samples(d_in),
+        federation_of_adapters(d_in),
         callbacks(case),
         more.pop("rounds", 6),
         client_optimizer=lambda p: kind(p, lr=how.lr, weight_decay=how.weight_decay, **momentum),
@@ -708,12 +660,6 @@ HEADS: dict[str, tuple[Setting, dict[str, Any], Any, Any]] = {
     ),
     "AdamW": (Setting(lr=0.05, weight_decay=0.1, adamw=True, clip_norm=0.3), {}, list, list),
     "with SAM, RI": (Setting(radius=0.05, beta=0.1, weighting="samples"), {}, list, list),
-    "with FedProx": (
-        Setting(clip_norm=None),
-        {},
-        lambda: [c.ProximalTerm(0.1)],
-        lambda: [oracle.Proximal(0.1)],
-    ),
     "server momentum": (Setting(server_rate=0.5, server_momentum=0.9), {}, list, list),
     "one client": (Setting(), {"participation": 1}, list, list),
     "everybody": (Setting(), {"participation": 7, "rounds": 4}, list, list),

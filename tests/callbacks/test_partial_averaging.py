@@ -131,10 +131,8 @@ def test_bad_parts_are_refused_by_name(arguments: dict[str, Any], named: list[st
 
 
 def test_work_that_never_reaches_the_server_is_said() -> None:
-    """With p = 0.1 and α = 10 about four fifths, nothing when all participate.
-
-    That clients train alone.
-    """
+    """With p = 0.1 and α = 10 about four fifths, nothing when all participate. That clients train
+    alone."""
     said = []
     for n, arguments in (
         (10, {"period": 10}),

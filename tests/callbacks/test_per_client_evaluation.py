@@ -1,7 +1,5 @@
 """Each client's model on its own test samples, against plain PyTorch; what is said, drawn, written.
-
-Unseen by a run.
-"""
+Unseen by a run."""
 
 from __future__ import annotations
 
@@ -30,8 +28,6 @@ from tests.helpers.learners import Dropping, Lit, client_rows, federated, traine
 
 
 class Last(FederatedCallback):
-    """A client's personal model is where it ended its latest round."""
-
     last = ClientState(synchronised=False)
 
     def on_local_end(self, clients: Clients) -> None:
@@ -465,20 +461,6 @@ def test_names_of_clients_stand_in_the_last_column(tmp_path: Path) -> None:
         assert list(rows[0])[-1] == "name"
         names = {row["client"]: row["name"] for row in rows}
         assert names == {"0": "east", "1": "north", "2": "south"}
-
-
-def test_the_present_folder_gets_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next run would write over it."""
-    monkeypatch.chdir(tmp_path)
-    evaluation = c.PerClientEvaluation()
-    x, y = blobs_of_names()
-    federation = InMemoryDataModule((x, y), num_clients=3, client_test_fraction=0.3)
-    run(evaluation, federation=federation, settings={"enable_checkpointing": True})
-    assert evaluation.table["loss"] and not list(tmp_path.glob("clients*"))
-    # A folder that is asked for gets them, without a logger and checkpoints, too.
-    settings = {"enable_checkpointing": False, "logger": False, "default_root_dir": "own"}
-    run(c.PerClientEvaluation(), federation=federation, settings=settings)
-    assert {path.suffix for path in tmp_path.glob("own/clients*")} == {".csv", ".png"}
 
 
 def blobs_of_names() -> tuple[Tensor, Tensor]:

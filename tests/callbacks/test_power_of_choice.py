@@ -1,7 +1,5 @@
-"""Power-of-Choice against the paper's rule in NumPy.
-
-Who has the largest last loss among the candidates.
-"""
+"""Power-of-Choice against the paper's rule in NumPy. Who has the largest last loss among the
+candidates."""
 
 from __future__ import annotations
 
@@ -36,8 +34,6 @@ def test_a_round_in_which_no_client_is_available_has_no_participants() -> None:
 
 
 class Watched(PowerOfChoice):
-    """Notes who was drawn, in order."""
-
     def select(self, server: Any, available: Any, n: int) -> Any:
         draw, notes = server.generator, vars(self).setdefault("_drawn", [])
 
@@ -83,10 +79,8 @@ def test_a_loss_is_sent_beside_the_update() -> None:
 
 
 class Undefined(Lit):
-    """Client 1's loss is no number in its first round, client 2's is infinite.
-
-    Their gradients are.
-    """
+    """Client 1's loss is no number in its first round, client 2's is infinite. Their gradients
+    are."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)

@@ -1,8 +1,6 @@
-"""recipe/ agrees with the tools' own rules, stated again in NumPy, to 1e-6.
-
-Models, settings and the order of hooks come from the packaged configs. The network is small, and
-the batches are ours, because the tools' come from generators of the whole process.
-"""
+"""recipe/ agrees with the tools' own rules, stated again in NumPy, to 1e-6. Models, settings and
+the order of hooks come from the packaged configs. The network is small, and the batches are ours,
+because the tools' come from generators of the whole process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Robust rules against NumPy's, and what they stand; who attacks, and where the attack comes.
-
-What attackers send is in the oracle's matrix.
-"""
+"""Robust rules against NumPy's, and what they stand; who attacks, and where the attack comes. What
+attackers send is in the oracle's matrix."""
 
 from __future__ import annotations
 
@@ -24,8 +22,6 @@ from tests.oracles.robust import aggregate
 
 
 class Given:
-    """A server that has these updates."""
-
     averaged = None
 
     def __init__(self, updates: Any) -> None:
@@ -54,7 +50,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize(
-    ("n", "length"), [*((n, 1.0) for n in (1, 2, 4, 7, 10)), (7, 0.01), (100, 1.0)]
+    ("n", "length"), [*((n, 1.0) for n in (1, 2, 4, 7, 10)), (7, 0.01), (30, 1.0)]
 )
 def test_rules_agree_with_numpy(name: str, n: int, length: float) -> None:
     rng = np.random.default_rng(n)

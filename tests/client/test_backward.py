@@ -12,12 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fl_lightning import UserError
-from fl_lightning.callbacks import (
-    HessianLogger,
-    MoreauEnvelope,
-    ProximalPersonalModel,
-    ProximalTerm,
-)
+from fl_lightning import callbacks as c
 from fl_lightning.client.step_hooks import differentiated
 from tests.helpers.learners import (
     Lit,
@@ -50,8 +45,6 @@ class Reentrant(Lit):
 
 
 class Inner(torch.autograd.Function):
-    """A function whose backward calls `backward` itself."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
         ctx.module = module
@@ -88,8 +81,6 @@ def test_layers_whose_gradient_comes_by_a_backward_within_are_trained(
 
 
 class Detached(Lit):
-    """Its loss requires a gradient, and no parameter gets one."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         with torch.no_grad():
@@ -133,7 +124,7 @@ def test_gradients_that_a_step_leaves_are_cleared_as_in_plain_training(engine: s
 
 def test_curvature_refuses_what_no_second_derivative_sees() -> None:
     module = federated(Reentrant())
-    run = trainer(1, [HessianLogger(every_n_rounds=1)])
+    run = trainer(1, [c.HessianLogger(every_n_rounds=1)])
     with pytest.raises(UserError, match=r"Reentrant: .*differentiated twice.*use_reentrant=False"):
         run.fit(module, blobs())
 
@@ -247,7 +238,7 @@ def test_a_head_that_a_method_pulls_is_stepped() -> None:
         engine="sequential",
     )
     start = learner.other.weight.detach().clone()
-    trainer(1, [ProximalTerm(5.0)]).fit(module, data)
+    trainer(1, [c.ProximalTerm(5.0)]).fit(module, data)
     assert not torch.equal(module.export().other.weight, start)
 
 
@@ -258,7 +249,7 @@ class HeadAlone(Lit):
         return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("personal", [ProximalPersonalModel, MoreauEnvelope])
+@pytest.mark.parametrize("personal", [c.ProximalPersonalModel, c.MoreauEnvelope])
 def test_what_no_optimizer_holds_stays_in_personal_models_too(personal: Any) -> None:
     module = federated(HeadAlone(), participation="all", engine="sequential")
     trainer(2, [personal()]).fit(module, blobs(clients=2))

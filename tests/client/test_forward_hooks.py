@@ -54,8 +54,6 @@ class Kept(FederatedCallback):
 
 
 class Called(Lit):
-    """Its training step goes by its own forward."""
-
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.net(x)
         return out
@@ -104,8 +102,6 @@ def test_the_gradient_of_a_perturbed_point_is_taken_there_after_a_look() -> None
 
 
 class Halving(Lit):
-    """Changes its batch in place."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         batch[0].mul_(0.5)
         return super().training_step(batch, batch_idx)
@@ -117,8 +113,6 @@ def test_a_teacher_has_the_buffers_that_the_client_got_this_round() -> None:
     module = federated(learner, engine="sequential", participation=2, local_epochs=1)
 
     class Received(FederatedCallback):
-        """What the server has as a round begins."""
-
         def on_round_start(self, server: Any) -> None:
             before = {name: b.clone() for name, b in learner.named_buffers()}
             received.append((server.w.clone(), before, len(method.seen)))
@@ -185,8 +179,6 @@ def test_a_step_that_changes_its_batch_is_refused_if_it_is_looked_at_again(metho
 
 
 class Halved(FederatedCallback):
-    """Half the logits go on."""
-
     taps = {"logits": "last"}
 
     def __init__(self, **taps: str) -> None:
@@ -366,14 +358,13 @@ def test_what_looks_cost_is_counted(given: dict[str, Any]) -> None:
     assert cost(Measures(), **given) == (steps, 0)
 
 
-@pytest.mark.parametrize("learner", [Normed, Convolving])
-def test_a_captured_step_has_the_same_bits(learner: type[Lit]) -> None:
+def test_a_captured_step_has_the_same_bits() -> None:
     def methods() -> list[Any]:
         return [c.ModelContrast(2.0), c.NotTrueDistillation(), c.SharpnessAwareMinimization()]
 
     given = {"buffers": "own"}
-    plain = ran(learner, methods, given, capture=False)
-    captured = ran(learner, methods, given, capture=True)
+    plain = ran(Normed, methods, given, capture=False)
+    captured = ran(Normed, methods, given, capture=True)
     assert replayed(captured[2]) > 0, captured[0].engine_facts["capture"]
     assert_same(captured[1], plain[1])
 

@@ -11,15 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import InMemoryDataModule
+from fl_lightning import callbacks as c
 from fl_lightning.callback import ClientState, FederatedCallback
-from fl_lightning.callbacks import (
-    ControlVariates,
-    LocallyEstimatedPerturbation,
-    ModelContrast,
-    PersonalHead,
-    PrototypePull,
-    SharpnessAwareMinimization,
-)
 from fl_lightning.client.gradient_accumulation import batches_in
 from fl_lightning.errors import UserError
 from tests.helpers.agreement import Run, trained
@@ -83,15 +76,15 @@ def near(run: Run, reference: Run) -> None:
         (Plain, [], ADAMW | {"keep_optimizer_state": True}),
         (Masked, [], {}),
         (Masked, [], ADAMW | {"clip_norm": 0.1}),
-        (Plain, [SharpnessAwareMinimization], {}),
-        (Masked, [SharpnessAwareMinimization], {"local_epochs": 1.5}),
-        (Plain, [partial(LocallyEstimatedPerturbation, 0.1)], {}),
-        (Plain, [ControlVariates], {"local_steps": 3}),
+        (Plain, [c.SharpnessAwareMinimization], {}),
+        (Masked, [c.SharpnessAwareMinimization], {"local_epochs": 1.5}),
+        (Plain, [partial(c.LocallyEstimatedPerturbation, 0.1)], {}),
+        (Plain, [c.ControlVariates], {"local_steps": 3}),
         (Plain, [AtAnotherPoint], {"local_epochs": 2}),
-        (Plain, [ModelContrast], {}),
-        (Plain, [PersonalHead], {}),
-        (Plain, [partial(PrototypePull, 3, 4)], {}),
-        (Plain, [partial(PrototypePull, 3, 4), SharpnessAwareMinimization], {}),
+        (Plain, [c.ModelContrast], {}),
+        (Plain, [c.PersonalHead], {}),
+        (Plain, [partial(c.PrototypePull, 3, 4)], {}),
+        (Plain, [partial(c.PrototypePull, 3, 4), c.SharpnessAwareMinimization], {}),
     ],
 )
 def test_batches_of_a_step_are_one_large_batch(
@@ -129,8 +122,6 @@ def test_a_step_takes_no_batch_of_the_next_epoch() -> None:
 
 
 class Counting(Lit):
-    """Which hooks are called, in order."""
-
     def __init__(self) -> None:
         super().__init__()
         self.told: list[str] = []

@@ -1,7 +1,5 @@
-"""Metrics of torchmetrics in a learner, used as its documentation has it.
-
-The numbers of plain Lightning.
-"""
+"""Metrics of torchmetrics in a learner, used as its documentation has it. The numbers of plain
+Lightning."""
 
 from __future__ import annotations
 

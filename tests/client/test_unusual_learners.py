@@ -59,8 +59,6 @@ def test_a_step_whose_copy_computes_with_the_learners_own_weights_is_refused(eng
 
 
 class Later(Lit):
-    """Returns no loss from the second round on."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         return None if self.trainer.current_epoch else loss

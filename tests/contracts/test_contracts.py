@@ -20,11 +20,8 @@ from fl_lightning.testing import INVARIANTS, _checked, check_method
 from tests.helpers.wrong_methods import WRONG, AttributeInHook, Nothing, RowNorms
 
 OTHERS: dict[str, Callable[..., FederatedCallback]] = {
-    "FedInit, updates": lambda **given: c.RelaxedInitialization(**{"average": "updates", **given}),
     "FedInit, mean": lambda **given: c.RelaxedInitialization(**{"offset": "mean", **given}),
     "SCAFFOLD, gradient": lambda: c.ControlVariates("gradient"),
-    "SCAFFOLD, momentum": lambda: c.ControlVariates(momentum=0.4),
-    "averaged AdamW": lambda: c.AdamDirection(first="averaged", second="averaged"),
     "FedLADA's moments": lambda: c.AdamDirection(second="averaged", share="full"),
     "FedMuon": lambda: c.MuonDirection(start="averaged"),
     "FedMuon-LMO": lambda: c.MuonDirection(
@@ -63,7 +60,6 @@ OURS: dict[str, Callable[..., FederatedCallback]] = {
         if name in c.__all__ and isinstance(made, type) and issubclass(made, FederatedCallback)
         if name not in ELSEWHERE
     },
-    "FedRep, half an epoch": lambda: c.AlternatingHead(0.5, ["head.*"]),
     **OTHERS,
 }
 

@@ -26,8 +26,6 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 
 class Frozen(Lit):
-    """Has a parameter that nobody trains."""
-
     def __init__(self) -> None:
         super().__init__()
         self.centre = torch.nn.Parameter(torch.zeros(3), requires_grad=False)

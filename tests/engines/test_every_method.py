@@ -1,10 +1,7 @@
 """Methods × engines × resume: the bits of sequential, or its values to rounding where clients are
-stacked.
-
-Every packaged method and every composition that the oracle knows. Clients of unequal size, so of
-unequal numbers of steps and with short last batches; weight decay, decaying rate, clipping. (Other
-callbacks, threads, processes and resume of each method are in the contracts.)
-"""
+stacked. Every packaged method and every composition that the oracle knows. Clients of unequal size,
+so of unequal numbers of steps and with short last batches; weight decay, decaying rate, clipping.
+(Other callbacks, threads, processes and resume of each method are in the contracts.)"""
 
 from __future__ import annotations
 
@@ -119,8 +116,6 @@ FOR_ADAPTERS = ("method/fedit", "method/fedsa_lora")
 
 
 class LoggedAdapted(Adapted):
-    """Logs its loss at each step."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("train/loss", loss)

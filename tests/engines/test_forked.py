@@ -49,8 +49,6 @@ class Drawing(Dropping):
 
 
 class Counting(FederatedCallback):
-    """Keeps, logs and uploads something of each client."""
-
     seen = ClientState(shape=(2,), synchronised=False)
     moved = Upload(shape=())
 

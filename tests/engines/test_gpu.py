@@ -147,8 +147,6 @@ def test_metrics_of_two_processes_are_sent_from_the_cpu() -> None:
 
 
 class Wide(Learner):
-    """Its activations take much memory."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         wide = batch[0].new_ones(1000, 1000) * self.head.bias.sum()
@@ -172,8 +170,6 @@ def test_as_many_clients_train_beside_each_other_as_fit(engine: str, capture: bo
 
 
 class Long(Learner):
-    """Has 100,000 parameters more."""
-
     def __init__(self) -> None:
         super().__init__()
         self.more = nn.Parameter(torch.zeros(100_000, dtype=torch.float64))
@@ -202,8 +198,6 @@ def test_rows_of_methods_and_states_of_optimizers_count() -> None:
 
 
 class Logs(Learner):
-    """Logs a Python number and a tensor in each step."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("train/loss", loss)

@@ -1,7 +1,5 @@
-"""State that a learner keeps where nobody looks.
-
-Auto gives sequential's bits each time, and trials leave no trace.
-"""
+"""State that a learner keeps where nobody looks. Auto gives sequential's bits each time, and trials
+leave no trace."""
 
 from __future__ import annotations
 

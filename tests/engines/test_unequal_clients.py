@@ -1,7 +1,5 @@
-"""Clients of one group that are not alike: more steps than others, diverged, logging at times.
-
-And their learners.
-"""
+"""Clients of one group that are not alike: more steps than others, diverged, logging at times. And
+their learners."""
 
 from __future__ import annotations
 

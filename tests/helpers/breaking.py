@@ -1,7 +1,5 @@
-"""Runs that are broken off by an exception at a chosen place, once, and then go on.
-
-And all that a run leaves.
-"""
+"""Runs that are broken off by an exception at a chosen place, once, and then go on. And all that a
+run leaves."""
 
 from __future__ import annotations
 
@@ -265,10 +263,8 @@ def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
 
 class Case:
-    """A run of four rounds with these settings of the module.
-
-    ``methods`` are made anew for each Trainer.
-    """
+    """A run of four rounds with these settings of the module. ``methods`` are made anew for each
+    Trainer."""
 
     def __init__(
         self, methods: Callable[[], list[Any]], normed: bool = True, **settings: Any
@@ -304,10 +300,8 @@ class Case:
         return leavings(module, run, logged)
 
     def resumed(self, fuse: Fuse, folder: Path, lightnings: bool) -> dict[str, Any]:
-        """Broken, saved as the exception passes, by Lightning's callback or by an own one.
-
-        And resumed by others.
-        """
+        """Broken, saved as the exception passes, by Lightning's callback or by an own one. And
+        resumed by others."""
         keep: Callback = SavedOnException(folder / "own.ckpt")
         if lightnings:
             keep = ModelCheckpoint(

@@ -117,7 +117,6 @@ MADE: dict[str, Any] = {
 
 
 def given_or(value: Any) -> Any:
-    """A coefficient of the oracle as one of ours."""
     return Function(value) if callable(value) else value
 
 

@@ -1,7 +1,5 @@
-"""Hooks at the ends of a round: what clients get as w, and what is evaluated.
-
-Perturbations without a gradient, and draws by the seed.
-"""
+"""Hooks at the ends of a round: what clients get as w, and what is evaluated. Perturbations without
+a gradient, and draws by the seed."""
 
 from __future__ import annotations
 
@@ -37,15 +35,11 @@ class Delta(FederatedCallback):
 
 
 class Looking(FederatedCallback):
-    """Clients start at what they were given."""
-
     def on_local_start(self, clients: Any) -> None:
         assert torch.equal(clients.x, clients.w.expand_as(clients.x))
 
 
 class Smoothed(FederatedCallback):
-    """An exponential mean of the models is evaluated."""
-
     mean = ServerState(initial="initial_model", synchronised=False)
 
     def evaluated(self, server: Any) -> Tensor:
@@ -146,8 +140,6 @@ def test_where_nobody_takes_part_states_and_w_stay(method: Any) -> None:
 
 
 class Blind(FederatedCallback):
-    """Shifts by a tenth, without a look at the gradient."""
-
     def perturbation(self, clients: Any) -> Tensor:
         return torch.full_like(clients.x, 0.1)
 

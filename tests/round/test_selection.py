@@ -1,7 +1,5 @@
-"""Who takes part by the choice of a method.
-
-From what the server knows, the same everywhere, kept for a resume.
-"""
+"""Who takes part by the choice of a method. From what the server knows, the same everywhere, kept
+for a resume."""
 
 from __future__ import annotations
 
