@@ -610,30 +610,6 @@ def test_ffa_lets_each_a_rest_and_fedsa_each_b() -> None:
             assert view.equal(begun[name]) == (name in resting), name
 
 
-class OtherName(LowRank):
-    def __init__(self) -> None:
-        super().__init__(5, 4, 2, 1.5)
-        self.scale = 3.0
-        del self.scaling
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = nn.functional.linear(x, self.weight, self.bias)
-        return out + self.scale * (x @ self.lora_A.T) @ self.lora_B.T
-
-
-@pytest.mark.parametrize("method", [c.StackedAdapters, c.ResidualMerge, c.PaddedRanks])
-def test_an_adapter_that_does_not_say_its_scale_is_refused_with_the_number(method: Any) -> None:
-    learner = Adapted()
-    learner.head = OtherName().double()
-    says = (
-        rf"{method.__name__}.*the layer head \(OtherName\) adds .*attribute scaling says the factor"
-    )
-    with pytest.raises(UserError, match=says):
-        ours([method()], TRAININGS["sgd"], 1, learner)
-    learner.head.scaling = learner.head.scale
-    assert len(ours([method()], TRAININGS["sgd"], 1, learner).record.w) == 1
-
-
 # --------------------------------------------------------------------------- refused
 
 

@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_lightning import InMemoryDataModule, UserError
+from fl_lightning import InMemoryDataModule
 from fl_lightning import callbacks as c
-from fl_lightning.callback import FederatedCallback
 from fl_lightning.errors import Diverged
 from fl_lightning.lab.contracts.federation import Learner, quiet
 from fl_lightning.lab.contracts.federation import fit as tiny
-from fl_lightning.systems import Buffered, Constant, Devices
 from tests.engines.test_every_method import config
 from tests.helpers.federation import BATCH, Network, Run, fit, network, samples
 from tests.oracles.oracle import TwoLayer
@@ -108,9 +106,6 @@ def test_feddc_is_scaffold_and_feddyn() -> None:
 # ---------------------------------------------------------------- directions, rates
 
 
-SETTINGS: dict[str, Any] = {"lr": 0.2, "weight_decay": 0.01}
-
-
 def near(ours: Any, theirs: Any, what: str) -> None:
     assert np.abs(np.asarray(ours) - np.asarray(theirs)).max() < 1e-9, what
 
@@ -136,37 +131,6 @@ def fitted(optimizer: Any, rounds: int, **options: Any) -> Run:
     x, y, clients = samples()
     data = InMemoryDataModule((x, y), clients=clients, batch_size=BATCH)
     return fit(Network(), data, [], rounds, participation=3, client_optimizer=optimizer, **options)
-
-
-def asynchronously(*methods: FederatedCallback) -> Run:
-    devices = Devices(Constant(1.0))
-    settings = {"participation": 1.0, "asynchronous": Buffered(devices, size=2, concurrency=4)}
-    return network(methods, 3, **SETTINGS, **settings)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [c.AdamDirection, c.MuonDirection, c.DecayWithinRound, c.MetaGradient],
-    ids=lambda make: make.__name__,
-)
-def test_methods_whose_clients_read_nothing_that_is_sent_run_asynchronously(make: Any) -> None:
-    run = asynchronously(make())
-    assert np.isfinite(run.record.w[-1]).all()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: c.AdamDirection(second="averaged"),
-        lambda: c.MuonDirection(start="own"),
-        lambda: c.LookaheadMomentum(),
-        lambda: c.MixedPersonalModel(),
-        lambda: c.FixedHead(),
-    ],
-)
-def test_the_others_are_refused_asynchronously(make: Any) -> None:
-    with pytest.raises(UserError, match="asynchronous"):
-        asynchronously(make())
 
 
 class Unlucky(Learner):

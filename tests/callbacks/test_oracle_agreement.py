@@ -21,54 +21,25 @@ from tests.helpers.federation import Run, network
 from tests.oracles.oracle import Config, Round, TwoLayer, run
 
 # Our name of a state: the oracle's.
-STATES = {
-    "ControlVariates.c_i": "c_i",
-    "RelaxedInitialization.last": "last_i",
-    "DynamicRegularization.lambda_i": "lambda_i",
-    "GlobalSharpnessAwareMinimization.mu_i": "mu_i",
-    "TopKCompression.error": "e_i",
-    "SignUpdate.error": "error",
-    "RandomK.error": "error",
-    "LowRankUpdate.error": "error",
-    "LowRankUpdate.q": "q",
-    "ErrorFeedback21.h": "h",
-    "ProximalPersonalModel.v": "v_i",
-    "MoreauEnvelope.theta": "theta_i",
-    "LocallyEstimatedPerturbation.received": "o_i",
-    "MixedAscent.dual": "dual_i",
-    "ModelContrast.last": "last_i",
-    "RandomSkips.h": "h_i",
-    "RandomSkips.last": "last_i",
-    "optimizer.0.momentum_buffer": "momentum_i",
-    "ControlVariates.c": "c",
-    "DynamicRegularization.lambda_mean": "lambda",
-    "ClientMomentum.delta": "Delta",
-    "MixedAscent.dual_mean": "dual",
-    "ClusteredModels.centres": "centres",
-    "ErrorFeedback21.mean": "H",
-    "GlobalSharpnessAwareMinimization.s": "s",
-    "MuonDirection.M": "M",
-    "MomentumGuidedPerturbation.c_i": "c_i",
-    "MixedPersonalModel.v": "v",
-    "MixedPersonalModel.alpha_i": "alpha_i",
-    "AdaptiveLocalAggregation.last": "last_i",
-    "AdaptiveLocalAggregation.W": "W",
-    "PersonalHead.P": "P",
-    "AdamDirection.first_mean": "first",
-    "AdamDirection.second_mean": "second",
-    "AdamDirection.first_share": "q",
-    "AdamDirection.second_share": "r",
-    "GlobalDirection.delta": "delta",
-    "LookaheadMomentum.m": "m",
-    "ServerAscent.last": "last",
-    "MuonDirection.C": "C",
-    "MomentumGuidedPerturbation.delta": "delta",
-    "MomentumGuidedPerturbation.c": "c",
-    "MomentumGuidedPerturbation.mixing": "mixing",
-    "GlobalUpdateGuidance.delta": "toga",
-    "PrototypePull.P": "P",
-    "PrototypePull.a": "a",
-}
+NAMES = """
+ControlVariates.c_i:c_i RelaxedInitialization.last:last_i
+DynamicRegularization.lambda_i:lambda_i GlobalSharpnessAwareMinimization.mu_i:mu_i
+TopKCompression.error:e_i SignUpdate.error:error RandomK.error:error LowRankUpdate.error:error
+LowRankUpdate.q:q ErrorFeedback21.h:h ProximalPersonalModel.v:v_i MoreauEnvelope.theta:theta_i
+LocallyEstimatedPerturbation.received:o_i MixedAscent.dual:dual_i ModelContrast.last:last_i
+RandomSkips.h:h_i RandomSkips.last:last_i optimizer.0.momentum_buffer:momentum_i
+ControlVariates.c:c DynamicRegularization.lambda_mean:lambda ClientMomentum.delta:Delta
+MixedAscent.dual_mean:dual ClusteredModels.centres:centres ErrorFeedback21.mean:H
+GlobalSharpnessAwareMinimization.s:s MuonDirection.M:M MomentumGuidedPerturbation.c_i:c_i
+MixedPersonalModel.v:v MixedPersonalModel.alpha_i:alpha_i AdaptiveLocalAggregation.last:last_i
+AdaptiveLocalAggregation.W:W PersonalHead.P:P AdamDirection.first_mean:first
+AdamDirection.second_mean:second AdamDirection.first_share:q AdamDirection.second_share:r
+GlobalDirection.delta:delta LookaheadMomentum.m:m ServerAscent.last:last MuonDirection.C:C
+MomentumGuidedPerturbation.delta:delta MomentumGuidedPerturbation.c:c
+MomentumGuidedPerturbation.mixing:mixing GlobalUpdateGuidance.delta:toga PrototypePull.P:P
+PrototypePull.a:a
+"""
+STATES = dict(pair.split(":") for pair in NAMES.split())
 ENGINES: dict[str, dict[str, Any]] = {
     "uniform": {"engine": "sequential", "rounds": 5},
     # Its bits are the sequential engine's, by tests of their own.

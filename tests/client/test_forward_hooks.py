@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from fl_lightning import ClientState, FederatedCallback, InMemoryDataModule, UserError
 from fl_lightning import callbacks as c
-from fl_lightning.learner.layout import last_of
 from fl_lightning.testing import tiny_run
 from tests.helpers.learners import Dropping, InPlace, Lit, Normed, blobs, federated, trainer
 from tests.helpers.replays import assert_same, ran, replayed
@@ -260,21 +259,6 @@ def test_what_is_changed_in_place_afterwards_is_refused() -> None:
 
     with pytest.raises(UserError, match="or a local_output"):
         left(Lit, Subtracts())
-
-
-@pytest.mark.parametrize(
-    "parts, last",
-    [
-        ([nn.Linear(8, 4)], "net.1"),
-        ([nn.Linear(8, 4), nn.LayerNorm(4)], "net.1"),
-        ([nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), nn.BatchNorm1d(4)], "net.1.1"),
-        ([nn.MultiheadAttention(8, 2)], "net.1"),
-    ],
-)
-def test_the_last_module_is_the_last_with_parameters_of_its_own(parts: Any, last: str) -> None:
-    learner = Lit()
-    learner.net = nn.Sequential(nn.Linear(20, 8), *parts)
-    assert last_of(learner) == last
 
 
 @pytest.mark.parametrize("method", [c.NotTrueDistillation, c.LogitCalibration])

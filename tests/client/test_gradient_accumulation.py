@@ -145,18 +145,8 @@ def test_the_learners_hooks_see_batches_and_steps() -> None:
     run = trainer(1)
     run.fit(module, blobs(1, 24, batch_size=8))
     # Trials before round 0 work on copies.
-    assert learner.told == [
-        "start 0 last=False",
-        "zero",
-        "end 0",
-        "start 1 last=False",
-        "step",
-        "end 1",
-        "start 2 last=True",
-        "zero",
-        "step",
-        "end 2",
-    ]
+    told = "start 0 last=False; zero; end 0; start 1 last=False; step; end 1; "
+    assert learner.told == (told + "start 2 last=True; zero; step; end 2").split("; ")
 
 
 @pytest.mark.parametrize("count", [-1, float("nan"), "many", [1, 2]])
