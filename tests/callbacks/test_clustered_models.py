@@ -10,6 +10,7 @@ import torch
 
 from fl_lightning import FederatedCallback, UserError
 from fl_lightning import callbacks as c
+from fl_lightning.sampling import generator
 from tests.callbacks.test_identities import run
 from tests.helpers.federation import quadratics
 from tests.oracles.oracle import TwoLayer
@@ -45,6 +46,14 @@ def test_who_never_took_part_has_the_centre_of_least_loss() -> None:
         found = torch.cat([p.detach().flatten() for p in own.parameters()]).numpy()
         assert (found == centres[fitting[-1]]).all(), i
     assert len(set(fitting)) > 1
+
+
+def test_drawn_centres_follow_from_the_seed() -> None:
+    ours = run(c.ClusteredModels(2, 1), rounds=1)
+    order = generator(1, "ifca").permutation(8)
+    (table,) = ours.schedule.rounds
+    share = np.mean([order[i] % 2 == 0 for i in table])
+    assert ours.record.metrics[0]["clusters/share_0"] == pytest.approx(share)
 
 
 class GoesByW(FederatedCallback):
