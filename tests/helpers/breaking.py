@@ -25,32 +25,18 @@ from tests.helpers.learners import Lit, blobs, client_rows, federated, trainer
 ROUNDS, BROKEN_IN = 4, 2
 LOCAL = ("on_local_start", "on_local_gradient", "on_local_step_end", "on_local_end", "transmit")
 AT_SERVER = ("on_round_start", "aggregate", "on_server_update", "on_round_end")
-OF_LIGHTNING = (
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_client_end",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-    "on_validation_start",
-    "on_validation_batch_end",
-    "on_validation_epoch_end",
-    "on_validation_end",
-    "on_train_epoch_end",
-)
+LIGHTNINGS = """
+train_epoch_start train_batch_start client_end before_optimizer_step train_batch_end
+validation_start validation_batch_end validation_epoch_end validation_end train_epoch_end
+"""
+OF_LIGHTNING = tuple(f"on_{name}" for name in LIGHTNINGS.split())
 OTHERS = ("training_step", "validation_step", "first logger", "second logger", "spilling")
 PLACES = (*AT_SERVER, *LOCAL, *OF_LIGHTNING, *OTHERS)
-LINES = {
-    f"{Path(fl_lightning.__file__).parent}/{name}.py"
-    for name in (
-        "loop",
-        "aggregation/server_update",
-        "round/global_model",
-        "round/transaction",
-        "storage/client_rows",
-        "storage/run_state",
-        "storage/client_store",
-    )
-}
+FILES = """
+loop aggregation/server_update round/global_model round/transaction storage/client_rows
+storage/run_state storage/client_store
+"""
+LINES = {f"{Path(fl_lightning.__file__).parent}/{name}.py" for name in FILES.split()}
 
 
 class Broken(Exception):
