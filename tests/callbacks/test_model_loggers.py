@@ -239,3 +239,33 @@ def test_one_participant_is_where_the_server_goes() -> None:
     logged = run.callback_metrics
     assert logged["divergence/update"] > 1e-3
     assert logged["divergence/participants"] == 0
+
+
+def test_a_fixed_subset_and_an_accuracy_that_validation_alone_logs() -> None:
+    _, seen = run(c.GlobalLossLogger(1, samples=30), learner=Lit)
+    every, _ = run(
+        c.GlobalLossLogger(1, samples=10**6), c.HessianLogger(1, 50, probes=4), learner=Lit
+    )
+    assert seen.logged[-1]["global/train_loss"] != float(
+        every.trainer.callback_metrics["global/train_loss"]
+    )
+    x, y = blobs()._given_sets["train"]
+    own = np.concatenate([blobs().client_indices(i) for i in range(10)])
+    right = (every.export().net(x[own]).argmax(1) == y[own]).double().mean()
+    assert float(every.trainer.callback_metrics["global/train_acc"]) == pytest.approx(
+        float(right), abs=1e-6
+    )
+
+
+def test_total_alone_costs_less_and_is_the_same() -> None:
+    both = [
+        network([c.ConsensusDistanceLogger(per_layer=p)], 3).record.metrics[-1]
+        for p in (True, False)
+    ]
+    assert both[0]["consensus/total"] == pytest.approx(both[1]["consensus/total"], rel=1e-6)
+    assert [k for k in both[1] if k.startswith("consensus/")] == ["consensus/total"]
+
+
+def test_one_client_has_no_cosine() -> None:
+    metrics = network([c.DriftLogger()], 2, participation=1).record.metrics[-1]
+    assert metrics["drift/norm"] > 0 and "drift/cosine" not in metrics
