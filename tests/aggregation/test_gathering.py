@@ -24,8 +24,6 @@ from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
 class Looking(FederatedCallback):
-    """Looks at the updates, and leaves them alone."""
-
     def on_updates(self, server: Any) -> None:
         server.log("spread", server.updates.std(0).norm())
 
@@ -91,14 +89,14 @@ def test_what_a_hook_changes_is_what_is_averaged(weighting: str) -> None:
     assert all(torch.allclose(mean, of_rows, rtol=0, atol=1e-15) for mean, of_rows in means)
 
 
-def test_one_two_and_four_processes_have_the_same_rows() -> None:
+def test_one_and_four_processes_have_the_same_rows() -> None:
     def job(world: int) -> Outcome:
         given = {"strategy": "federated", "devices": world}
         return outcome(fit([Median(), Looking()], participation=5, trainer=given))
 
     with quiet():
         alone = outcome(fit([Median(), Looking()], participation=5))
-        for world in (2, 4):
+        for world in (4,):
             require_same(
                 alone,
                 in_processes(world, lambda world=world: job(world)),

@@ -32,10 +32,8 @@ class Leaf(Sums):
 
 
 def leaf(seed: int, part: bool = True) -> Leaf | None:
-    """Numbers of many magnitudes, so that the order of adding shows in the last bits.
-
-    Some leaves lack an entry.
-    """
+    """Numbers of many magnitudes, so that the order of adding shows in the last bits. Some leaves
+    lack an entry."""
     draw = torch.Generator().manual_seed(seed)
     if not part:
         return None

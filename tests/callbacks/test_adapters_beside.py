@@ -73,11 +73,7 @@ BESIDE: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], list[str]]] = {
     "top-k": (lambda: [c.TopKCompression(0.5)], {}, RANKED),
     "own model, APFL": (lambda: [c.MixedPersonalModel()], {}, ["rolora", *RANKED, "fedex"]),
     "own model, Ditto": (lambda: [c.ProximalPersonalModel()], {}, ["rolora", *RANKED, "fedex"]),
-    "own model, pFedMe": (
-        lambda: [c.MoreauEnvelope()],
-        {},
-        ["rolora", "fedsa", *RANKED, "fedex"],
-    ),
+    "own model, pFedMe": (lambda: [c.MoreauEnvelope()], {}, ["rolora", "fedsa", *RANKED, "fedex"]),
     "own model, FedALA": (
         lambda: [c.AdaptiveLocalAggregation()],
         {},

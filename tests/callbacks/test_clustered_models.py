@@ -26,20 +26,6 @@ def opposed() -> Quadratic:
     return Quadratic(np.tile(np.eye(4), (8, 1, 1)), wanted)
 
 
-def test_clients_that_want_alike_come_together() -> None:
-    problem = opposed()
-    options: dict[str, Any] = {"lr": 0.2, "local_steps": 5, "participation": "all"}
-    ours = quadratics(problem, np.zeros(4), [c.ClusteredModels(2, 1)], 12, **options)
-    ends = sorted(ours.record.server[-1][CENTRES].tolist())
-    groups = (problem.centre[4:].mean(axis=0), problem.centre[:4].mean(axis=0))
-    assert all(np.abs(np.array(a) - b).max() < 1e-2 for a, b in zip(ends, groups, strict=True))
-    last = ours.record.metrics[-1]
-    assert last["clusters/share_0"] == last["clusters/share_1"] == 0.5
-    assert np.abs(ours.record.w[-1] - problem.centre.mean(axis=0)).max() < 0.1, "w is their mean"
-    # 2 passes of one batch for each of eight clients; none in the drawn round.
-    assert [m["cost/forwards"] for m in ours.record.metrics[:2]] == [0, 16]
-
-
 def test_without_a_drawn_round_all_clients_stay_in_one_centre() -> None:
     far = np.full(4, 10.0)
     ours = quadratics(opposed(), far, [c.ClusteredModels(2, 0)], 3, participation="all")
@@ -71,8 +57,6 @@ def test_drawn_centres_follow_from_the_seed() -> None:
 
 
 class GoesByW(FederatedCallback):
-    """A method of a user's own."""
-
     def on_local_gradient(self, clients: Any, gradient: torch.Tensor) -> torch.Tensor:
         pulled: torch.Tensor = gradient + 0.1 * (clients.x - clients.w)
         return pulled

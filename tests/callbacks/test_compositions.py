@@ -9,16 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from fl_lightning import InMemoryDataModule
 from fl_lightning import callbacks as c
 from fl_lightning.callback_list import CallbackList
-from fl_lightning.models import Classifier, ResNet20
 from fl_lightning.optim import FedAdam
-from fl_lightning.schedules import Linear
 from fl_lightning.testing import tiny_run
-from tests.helpers.federation import Run, fit, network, quadratics
+from tests.helpers.federation import network, quadratics
 from tests.helpers.learners import blobs, federated, trainer
 from tests.oracles.problems import Quadratic
 
@@ -70,35 +66,6 @@ def test_largest_entries_are_sent_ties_by_lowest_index_and_the_rest_is_remembere
     assert record.record.w[1].tolist() == [1.0, -2.0, 1.0, 0.0, 1.0, -2.0]
 
 
-def resnet(callbacks: list[Any], rounds: int) -> Run:
-    x, y = torch.zeros(2, 3, 8, 8), torch.tensor([0, 1])
-    return fit(
-        Classifier(ResNet20(10), 10),
-        InMemoryDataModule((x, y), clients=[[0], [1]], batch_size=None),
-        callbacks,
-        rounds,
-        participation="all",
-        local_steps=1,
-        client_optimizer=lambda p: torch.optim.SGD(p, 0.0),
-    )
-
-
-@pytest.mark.parametrize("alpha", [1, 5, 10])
-def test_sent_parameters_of_fedals_on_resnet20(alpha: int) -> None:
-    """FedALS's Table 2, per client and round.
-
-    The head's 650 always, the extractor's 269,072 every α-th round.
-    """
-    rounds, method = 10, c.PartialAveraging(period=alpha)
-    last = resnet([method, c.CommunicationLogger()], rounds).record.metrics[-1]
-    each = 650 + 269_072 / alpha
-    assert last["communication/up_parameters"] == pytest.approx(2 * rounds * each)
-    assert last["communication/down_parameters"] == pytest.approx(2 * rounds * each)
-    published = {1: 2.344e9, 5: 0.473e9, 10: 0.239e9}[alpha]
-    measured = 8690 * last["communication/up_parameters"] / (2 * rounds)
-    assert measured == pytest.approx(published, rel=3e-3)
-
-
 def test_a_budget_of_bytes_ends_the_run_after_the_round_that_reaches_it(tmp_path: Path) -> None:
     def fitted(budget: Any, path: Path | None = None) -> Any:
         run = trainer(6, [c.CommunicationLogger(budget=budget)])
@@ -131,11 +98,6 @@ def test_weights_that_a_method_does_not_take_are_said() -> None:
         [c.ControlVariates("gradient"), c.DynamicRegularization()], 1, weighting="samples"
     ).module.notes
     assert len(weighted) == 2 and all("uniform mean over clients" in note for note in weighted)
-
-
-def test_a_schedule_at_its_bounds_runs() -> None:
-    tiny_run(c.GlobalDirection(Linear(0.0, 1.0, 2), "mix"), rounds=3)
-    tiny_run(c.GlobalDirection(Linear(0.0, 2.0, 2), "add"), rounds=3)
 
 
 MEAN_GRADIENT = "for the mean gradient of its steps; "
@@ -185,12 +147,6 @@ def test_an_argument_that_is_called_like_a_hook_is_compared_too() -> None:
     (averaged,) = CallbackList([c.MixedAscent(aggregate="participants")]).fingerprint().values()
     (others,) = CallbackList([c.MixedAscent()]).fingerprint().values()
     assert averaged == f"{others}, aggregate='participants'"
-
-
-def test_averaged_moments_run_beside_no_kept_parts_and_fresh_ones_do() -> None:
-    methods = [c.AdamDirection(), c.PartialAveraging({"net.0.*": 3})]
-    run = network(methods, 3)
-    assert np.isfinite(run.record.w[-1]).all()
 
 
 def test_methods_that_step_by_the_rounds_rate_are_noted() -> None:

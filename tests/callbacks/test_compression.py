@@ -26,8 +26,6 @@ SHAPE = (3, 12, 8)  # matrices of 12 × 3 and 8 × 12: of rank 2, smaller; of ra
 
 
 class Wide(pl.LightningModule):
-    """Linear, tanh, linear, as the oracle's TwoLayer has them."""
-
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         d_in, hidden, classes = SHAPE

@@ -1,8 +1,6 @@
 """Decentralised runs agree with NumPy's to 1e-9: w, clients' models and states, what is counted.
-
 After each round, on minibatches of clients of unequal sizes and steps. One matrix of methods,
-graphs, who takes part, local steps, rates, momentum and what stands beside.
-"""
+graphs, who takes part, local steps, rates, momentum and what stands beside."""
 
 from __future__ import annotations
 
@@ -37,10 +35,9 @@ from fl_lightning.topologies import (
 from tests.helpers.compositions import MADE, Function, part
 from tests.helpers.federation import BATCH, SIZES, Network, Run, fit, samples
 from tests.oracles import decentralised as oracle
-from tests.oracles.cases import quadratics
 from tests.oracles.decentralised import Config, Graph, Round, as_given
 from tests.oracles.events import draws
-from tests.oracles.problems import Quadratic, Schedule, TwoLayer
+from tests.oracles.problems import Schedule, TwoLayer
 
 SEED = 1  # of the runs
 SIX, NINE = SIZES[:6], [*SIZES, 6]
@@ -52,8 +49,6 @@ KEEPS: dict[int, Any] = {16: "net.0.*", 15: "last"}  # by the number of coordina
 
 
 class Chain(Topology):
-    """A user's own: a line."""
-
     def edges(self, m: int, t: int, seed: int) -> Any:
         return np.stack([np.arange(m - 1), np.arange(1, m)], axis=1)
 
@@ -122,8 +117,6 @@ GRAPHS: dict[str, tuple[Callable[[], Topology], Graph]] = {
 
 
 class Spoils(FederatedCallback):
-    """Makes some clients' gradients NaN in some rounds."""
-
     def __init__(self, at: set[tuple[int, int]]) -> None:
         super().__init__()
         self._at = at
@@ -191,7 +184,6 @@ def coefficient(value: Any) -> Any:
 def both(
     case: Case, topology: Topology | None = None, no_gossip: bool = False
 ) -> tuple[Run, list[Round]]:
-    """A run of ours, and NumPy's."""
     cfg = config(case)
     x, y, clients = samples(case.sizes)
     how: dict[str, Any] = {"participation": "all", "local_epochs": 1.5, "buffers": "own"}
@@ -296,38 +288,30 @@ CATA = {"beta": 0.9, "mu": 0.05}
 
 ADAM: dict[str, Any] = {"modern": {"adam": {"epsilon": 1e-3}}, "lr": 0.05}
 MUON: dict[str, Any] = {"modern": {"muon": {}}, "lr": 0.05}
-META: dict[str, Any] = {"modern": {"meta": (0.1, "none", 1e-2)}}
 FREE: dict[str, Any] = {"modern": {"meta": (0.1, "free", 1e-2)}}
 CALIBRATED = {"calibration": (1.0, False)}
 
 
 def silent(t: int) -> float:
-    """A rate of zero in round 1."""
     return 0.0 if t == 1 else 0.9**t
 
 
 CASES = {
     # graphs, all clients
     "ring": Case("ring", DECAY),
-    "ring of six": Case("ring", DECAY, THREADS, SIX),
     "ring of two": Case("ring", DECAY, sizes=SIX[1:3]),
     "one client": Case("ring", DECAY, sizes=[9]),
     "grid": Case("grid", DECAY, STACKED),
-    "grid of nine": Case("grid", DECAY, sizes=NINE),
     "torus, double edges": Case("torus", DECAY, THREADS),
     "torus of nine, uniform": Case("torus", {"weights": "uniform"}, sizes=NINE),
     "full": Case("full", DECAY, STACKED),
-    "star": Case("star", DECAY),
     "star at 3": Case("star at 3", DECAY, THREADS),
     "exponential": Case("exponential", DECAY),
-    "exponential of six, uniform": Case("exponential", {"weights": "uniform"}, sizes=SIX),
     "one peer": Case("one peer", DECAY, STACKED, rounds=6),
-    "one peer of nine": Case("one peer", DECAY, sizes=NINE, rounds=6),
     "regular, uniform": Case("regular", {"weights": "uniform"}),
     "new regular": Case("new regular", DECAY, sizes=NINE),
     "random": Case("random", DECAY, THREADS),
     "new random, some": Case("new random", DECAY, SOME),
-    "chain": Case("chain", DECAY),
     "turning": Case("turning", DECAY),
     "odd": Case("odd", DECAY, STACKED),
     "weighted": Case("weighted", DECAY),
@@ -335,13 +319,10 @@ CASES = {
     "apart": Case("apart", DECAY),
     # who takes part
     "ring, some": Case("ring", DECAY, SOME, rounds=6),
-    "ring, one": Case("ring", DECAY, {"participation": 1}, rounds=5),
     "full, some": Case("full", DECAY, SOME | STACKED, rounds=6),
     "weighted, some": Case("weighted", DECAY, {"participation": 5} | THREADS, rounds=6),
-    "star, some": Case("star", DECAY, {"participation": 4}, rounds=6),
     "torus, poisson": Case("torus", DECAY, {"sampling": "poisson", "participation": 0.2}, rounds=8),
     "ring, dropped, part of the work": Case("ring", DECAY, {}, dropout=0.3, min_work=0.4, rounds=6),
-    "full, nearly all dropped": Case("full", DECAY, SOME, dropout=0.7, rounds=8),
     "random, spoilt": Case(
         "random", DECAY, THREADS, spoilt=frozenset({(1, 2), (1, 3), (3, 0)}), first=True
     ),
@@ -357,7 +338,6 @@ CASES = {
     # steps, rates, momentum, clipping
     "dpsgd": Case("ring", DECAY, ONE),
     "dfedavgm": Case("torus", DECAY | HEAVY, FIVE),
-    "momentum kept, some": Case("ring", DECAY | KEPT, {"participation": 5} | THREADS, rounds=6),
     "clipped, stronger weight decay": Case("grid", {"clip_norm": 0.4, "weight_decay": 0.1}),
     "a silent round": Case("ring", {"lr_decay": silent}),
     "slower within a round": Case("star", {"within": 0.2}, SOME, first=True),
@@ -368,20 +348,15 @@ CASES = {
     "keeps the first layer": Case("ring", DECAY | FIRST, SOME, rounds=6),
     "keeps the head, two steps": Case("full", DECAY | HEAD | {"gossip_steps": 2}, STACKED),
     # beside others
-    "dfedsam": Case("ring", DECAY | SAM, SOME),
     "dfedsam_mgs": Case("grid", SAM | HEAVY | {"gossip_steps": 4}, STACKED),
-    "oledfl": Case("ring", INIT, {}, first=True),
     "oledfl, some, full": Case("full", INIT | DECAY, SOME, rounds=8),
     "oledfl, dropped, keeps": Case("torus", INIT | HEAD, {}, dropout=0.3, rounds=6, first=True),
-    "dfedcata": Case("random", CATA | DECAY, THREADS),
     "dfedcata, some, momentum": Case("ring", CATA | KEPT, {"participation": 4}, rounds=6),
     "pulled, clipped, SAM": Case("star", PULL | SAM | {"clip_norm": 0.5}, STACKED, first=True),
     "all beside": Case("odd", CATA | SAM | DECAY | HEAVY, SOME | THREADS, rounds=6),
     # gradient tracking
     "kgt": Case("ring", TRACK | DECAY),
-    "kgt, first": Case("torus", TRACK | DECAY, STACKED, first=True),
     "dsgt": Case("exponential", TRACK, ONE | THREADS, rounds=6),
-    "dsgt, one peer, two steps": Case("one peer", TRACK | {"gossip_steps": 2}, ONE, rounds=5),
     "kgt, some": Case("ring", TRACK | DECAY, {"participation": 4}, rounds=8),
     "kgt, dropped, clipped": Case(
         "random", TRACK | {"clip_norm": 0.6}, dropout=0.3, min_work=0.4, rounds=6
@@ -395,37 +370,27 @@ CASES = {
     ),
     "kgt + RI + SAM": Case("full", TRACK | INIT | SAM | FIRST, SOME | STACKED, rounds=6),
     # other losses and optimizers
-    "AdamW": Case("ring", ADAM | INIT | DECAY, SOME, rounds=6),
     "AdamW, kgt": Case("torus", ADAM | TRACK, STACKED, first=True),
     "AdamW, sgp, SAM": Case("one way", ADAM | PUSH | SAM, {"participation": 6} | THREADS),
-    "Muon": Case("random", MUON | DECAY, dropout=0.3),
     "Muon, kgt, pulled": Case("ring", MUON | TRACK | PULL, SOME | THREADS, rounds=6, first=True),
-    "Per-FedAvg": Case("odd", META | DECAY, SOME | STACKED),
     "Per-FedAvg, Hessian-free, kgt": Case("star", FREE | TRACK | INIT, SOME, rounds=6),
-    "FedLC": Case("ring", CALIBRATED | SAM | HEAD, THREADS),
     "FedLC, kgt + RI": Case("full", CALIBRATED | TRACK | INIT, SOME, rounds=6),
     "FedLC, sgp": Case("one way, weighted", CALIBRATED | PUSH | DECAY, SOME, first=True),
     # push-sum
     "sgp": Case("one peer", PUSH | DECAY, rounds=6),
-    "sgp of nine": Case("one peer", PUSH | DECAY, THREADS, NINE, rounds=6),
     "sgp of one": Case("one peer", PUSH, sizes=[5]),
-    "sgp, ring": Case("ring", PUSH | DECAY, ONE),
     "sgp, star": Case("star", PUSH | DECAY, STACKED),
     "sgp, one way": Case("one way", PUSH | DECAY, rounds=6),
     "sgp, one way, weighted, some": Case("one way, weighted", PUSH, {"participation": 5}, rounds=8),
-    "sgp, exponential, some": Case("exponential", PUSH | DECAY, SOME | THREADS, rounds=8),
     "sgp, turning, dropped": Case(
         "turning", PUSH, {}, dropout=0.4, min_work=0.5, rounds=8, first=True
     ),
     "sgp, chain, spoilt": Case("chain", PUSH, spoilt=frozenset({(0, 3), (1, 4), (2, 3)}), rounds=5),
     "sgp, random, momentum": Case("new random", PUSH | HEAVY, {"participation": 5}, rounds=6),
-    "sgp, keeps": Case("star", PUSH | HEAD, {"participation": 5} | STACKED, rounds=6),
     "sgp, keeps the first layer": Case("one way", PUSH | FIRST | DECAY, THREADS, rounds=6),
     "sgp + everything": Case(
         "one way, weighted", PUSH | CATA | SAM | KEPT | DECAY, {"participation": 6}, rounds=8
     ),
-    "sgp + RI, keeps": Case("star at 3", PUSH | INIT | FIRST, {}, dropout=0.2, rounds=6),
-    "sgp, clipped, weight decay": Case("one way", PUSH | {"clip_norm": 0.4, "weight_decay": 0.1}),
 }
 
 
@@ -444,10 +409,7 @@ def in_double() -> Iterator[None]:
     torch.set_default_dtype(default)
 
 
-PRECISE = ["cycles", "full, some", "random, spoilt", "kgt + everything", "sgp + everything"]
-
-
-@pytest.mark.parametrize("name", [*PRECISE, "oledfl, dropped, keeps", "sgp, keeps"])
+@pytest.mark.parametrize("name", ["full, some", "kgt + everything", "sgp + everything"])
 def test_what_is_logged_agrees_in_double_precision(name: str, in_double: None) -> None:
     case = CASES[name]
     agree(*both(case), config(case), relative=1e-9)
@@ -524,23 +486,6 @@ def test_a_file_is_a_list_of_edges(tmp_path: Path, directed: bool) -> None:
 # --------------------------------------------------------------- equalities that the rule states
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", [{"engine": "sequential"}, THREADS, STACKED], ids=str)
-@pytest.mark.parametrize(
-    "given",
-    [DECAY, INIT | SAM, KEPT | {"beta": -0.2}, {"clip_norm": 0.4}, {"within": 0.3}],
-    ids=str,
-)
-@pytest.mark.parametrize("sizes", [SIX, NINE], ids=len)
-def test_fully_connected_is_fedavg_bit_for_bit(sizes: Any, given: Any, engine: Any) -> None:
-    case = Case("full", given, engine, sizes, rounds=3)
-    ours, server = both(case)[0], both(case, no_gossip=True)[0]
-    for t in range(case.rounds):
-        bits = server.record.w[t].tobytes()
-        assert ours.record.w[t].tobytes() == bits, t
-        assert {row.tobytes() for row in ours.record.rows[t]["Gossip.x"].values()} == {bits}
-
-
 def test_the_gap_is_logged_up_to_512_clients() -> None:
     for m in (512, 513):
         case = Case("ring", DECAY, {"participation": 40}, sizes=[1 + i % 3 for i in range(m)])
@@ -549,51 +494,3 @@ def test_the_gap_is_logged_up_to_512_clients() -> None:
         for expected in theirs if m > 512 else ():
             del expected.metrics["gossip/spectral_gap"]
         agree(ours, theirs, config(case))
-
-
-def test_push_sum_on_a_regular_graph_is_gossip() -> None:
-    ours, _ = both(CASES["ring"])
-    for graph in ("ring", "torus", "exponential", "one peer", "full"):
-        pushed, mixed = (
-            oracle.run(
-                TwoLayer(3, 4, 3), Config(GRAPHS[graph][1], **given), 4, ours.start, ours.schedule
-            )
-            for given in (PUSH, {"weights": "uniform"})
-        )
-        for one, other in zip(pushed, mixed, strict=True):
-            near(one.models, other.models, graph)
-
-
-def test_one_step_of_tracking_is_dsgt() -> None:
-    """X ← W (X - η Y), Y ← W Y + G⁺ - G, from Y = G."""
-    problem, m = quadratics(m=8), 8
-    W = oracle.gossip_matrix(GRAPHS["weighted"][1], None, m, 0)
-    X, G = np.zeros((m, 4)), gradients(problem, np.zeros((m, 4)))
-    Y = G
-    for after in on_quadratics("weighted", problem, 30, 1):
-        X = W @ (X - 0.05 * Y)
-        G_next = gradients(problem, X)
-        Y, G = W @ Y + G_next - G, G_next
-        near(after.rows["x"], X, "X")
-
-
-def test_tracking_reaches_the_optimum_and_dfedavg_does_not() -> None:
-    problem = quadratics(m=8)
-    tracked = on_quadratics("ring", problem, 500, 3)[-1]
-    near(tracked.models, problem.optimum(), "all models")
-    plain = on_quadratics("ring", problem, 500, 3, tracking=False)[-1]
-    assert np.abs(plain.models - problem.optimum()).max() > 1e-3
-
-
-def gradients(problem: Quadratic, X: Any) -> Any:
-    return np.stack([problem.gradient(x, i, None) for i, x in enumerate(X)])
-
-
-def on_quadratics(
-    graph: str, problem: Quadratic, rounds: int, steps: int, tracking: bool = True
-) -> list[Round]:
-    """The oracle's rounds of all clients, from 0."""
-    m = len(problem.centre)
-    schedule = Schedule([{i: [None] * steps for i in range(m)}] * rounds, [1] * m)
-    cfg = Config(GRAPHS[graph][1], tracking=tracking, lr=0.05, weight_decay=0.0)
-    return oracle.run(problem, cfg, rounds, np.zeros(4), schedule)

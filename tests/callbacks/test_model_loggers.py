@@ -1,7 +1,5 @@
-"""What is measured of the model after a round.
-
-That it is right, when it is, and that the run does not see it.
-"""
+"""What is measured of the model after a round. That it is right, when it is, and that the run does
+not see it."""
 
 from __future__ import annotations
 
@@ -17,11 +15,8 @@ from torch.nn.functional import cross_entropy
 
 from fl_lightning import FederatedCallback, FederatedModule, InMemoryDataModule
 from fl_lightning import callbacks as c
-from fl_lightning.callbacks.loggers.consensus_distance_logger import layers
 from fl_lightning.datamodules.batches.biases import CategoryBias, ClientBias
-from fl_lightning.learner.layout import Layout
-from fl_lightning.models import Classifier, ResNet20
-from fl_lightning.systems import Buffered, Devices, LogNormal
+from fl_lightning.models import Classifier
 from tests.helpers.federation import network
 from tests.helpers.learners import Lit, Normed, blobs, client_rows, federated, trainer
 
@@ -43,8 +38,6 @@ class Drawing(Normed):
 
 
 class Rounds(pl.Callback):
-    """What there was after each round."""
-
     def __init__(self) -> None:
         self.logged: list[dict[str, float]] = []
         self.w: list[Tensor] = []
@@ -156,8 +149,6 @@ class Stopping(pl.Callback):
 
 
 class Rows(pl.loggers.Logger):
-    """What was logged, by round."""
-
     name, version = "", ""
 
     def __init__(self) -> None:
@@ -171,25 +162,7 @@ class Rows(pl.loggers.Logger):
         pass
 
 
-def test_a_fixed_subset_and_an_accuracy_that_validation_alone_logs() -> None:
-    _, seen = run(c.GlobalLossLogger(1, samples=30), learner=Lit)
-    every, _ = run(
-        c.GlobalLossLogger(1, samples=10**6), c.HessianLogger(1, 50, probes=4), learner=Lit
-    )
-    assert seen.logged[-1]["global/train_loss"] != float(
-        every.trainer.callback_metrics["global/train_loss"]
-    )
-    x, y = blobs()._given_sets["train"]
-    own = np.concatenate([blobs().client_indices(i) for i in range(10)])
-    right = (every.export().net(x[own]).argmax(1) == y[own]).double().mean()
-    assert float(every.trainer.callback_metrics["global/train_acc"]) == pytest.approx(
-        float(right), abs=1e-6
-    )
-
-
 class Ends(FederatedCallback):
-    """Remembers x_{i,K} of the latest round."""
-
     def __init__(self) -> None:
         super().__init__()
         self.x: dict[tuple[int, int], Any] = {}
@@ -227,38 +200,6 @@ def test_consensus_and_drift_are_what_their_definitions_say(parts: dict[str, Any
         assert metrics["drift/cosine"] == pytest.approx(np.mean(cosines), rel=1e-6)
 
 
-def test_distances_in_an_asynchronous_run_are_between_models_of_different_ages() -> None:
-    class Measured(FederatedCallback):
-        tolerates_staleness = True
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.ages, self.expected = set[int](), list[tuple[float, float]]()
-
-        def on_round_end(self, server: Any) -> None:
-            x = np.stack(list(ends.x.values()))
-            self.ages |= {server.round - version for version, _ in ends.x}
-            w = server.w.detach().numpy()
-            spread = ((x - x.mean(0)) ** 2).sum(1).mean()
-            self.expected.append((((x - w) ** 2).sum(1).mean(), spread))
-            ends.x.clear()
-
-    class Seen(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            names = ("divergence/participants", "consensus/total")
-            logged.append(tuple(float(trainer.callback_metrics[name]) for name in names))
-
-    ends, measured, logged = Ends(), Measured(), list[tuple[float, ...]]()
-    ends.tolerates_staleness = True
-    late = Buffered(Devices(LogNormal(1.0, 0.8)), size=3, concurrency=6)
-    module = federated(asynchronous=late, engine="sequential")
-    loggers = [c.DivergenceLogger(), c.ConsensusDistanceLogger(per_layer=False)]
-    trainer(5, [ends, measured, *loggers, Seen()]).fit(module, blobs())
-    assert len(measured.ages) > 1, "some models are older than others"
-    for one, expected in zip(logged, measured.expected, strict=True):
-        assert one == pytest.approx(expected, rel=1e-6)
-
-
 class Submodels(Ends):
     """Client i trains two thirds of the coordinates; the others stand at 0."""
 
@@ -286,12 +227,34 @@ def test_drift_is_of_the_coordinates_that_a_client_trains() -> None:
         assert metrics["drift/cosine"] == pytest.approx(cosine, rel=1e-6)
 
 
-def test_a_norm_is_counted_with_the_layer_before_it() -> None:
-    names = list(layers(Layout(ResNet20(10, depth=8))))
-    assert names == ["conv1", *(f"blocks.{i}.conv{j}" for i in range(3) for j in (1, 2)), "fc"]
-    found = layers(Layout(ResNet20(10, depth=8)))
-    # and its norm's weight and bias
-    assert sum(s.stop - s.start for s in found["conv1"]) == 16 * 3 * 9 + 16 + 16
+def test_one_participant_is_where_the_server_goes() -> None:
+    """Also in single precision, where squares of long ways cancel badly."""
+    torch.manual_seed(0)
+    learner = Lit()
+    for p in learner.parameters():
+        p.data.mul_(30)
+    module = FederatedModule(learner, participation=1, local_epochs=3, seed=1)
+    run = trainer(2, [c.DivergenceLogger()])
+    run.fit(module, blobs(dtype=torch.float32))
+    logged = run.callback_metrics
+    assert logged["divergence/update"] > 1e-3
+    assert logged["divergence/participants"] == 0
+
+
+def test_a_fixed_subset_and_an_accuracy_that_validation_alone_logs() -> None:
+    _, seen = run(c.GlobalLossLogger(1, samples=30), learner=Lit)
+    every, _ = run(
+        c.GlobalLossLogger(1, samples=10**6), c.HessianLogger(1, 50, probes=4), learner=Lit
+    )
+    assert seen.logged[-1]["global/train_loss"] != float(
+        every.trainer.callback_metrics["global/train_loss"]
+    )
+    x, y = blobs()._given_sets["train"]
+    own = np.concatenate([blobs().client_indices(i) for i in range(10)])
+    right = (every.export().net(x[own]).argmax(1) == y[own]).double().mean()
+    assert float(every.trainer.callback_metrics["global/train_acc"]) == pytest.approx(
+        float(right), abs=1e-6
+    )
 
 
 def test_total_alone_costs_less_and_is_the_same() -> None:
@@ -306,17 +269,3 @@ def test_total_alone_costs_less_and_is_the_same() -> None:
 def test_one_client_has_no_cosine() -> None:
     metrics = network([c.DriftLogger()], 2, participation=1).record.metrics[-1]
     assert metrics["drift/norm"] > 0 and "drift/cosine" not in metrics
-
-
-def test_one_participant_is_where_the_server_goes() -> None:
-    """Also in single precision, where squares of long ways cancel badly."""
-    torch.manual_seed(0)
-    learner = Lit()
-    for p in learner.parameters():
-        p.data.mul_(30)
-    module = FederatedModule(learner, participation=1, local_epochs=3, seed=1)
-    run = trainer(2, [c.DivergenceLogger()])
-    run.fit(module, blobs(dtype=torch.float32))
-    logged = run.callback_metrics
-    assert logged["divergence/update"] > 1e-3
-    assert logged["divergence/participants"] == 0

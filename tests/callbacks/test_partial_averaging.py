@@ -42,10 +42,7 @@ def test_a_norm_belongs_to_the_layer_before_it_and_an_attention_block_is_one_lay
     assert attention == [
         f"attention.{n}"
         for n in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
-    ] + [
-        "norm.weight",
-        "norm.bias",
-    ]
+    ] + ["norm.weight", "norm.bias"]
     assert convolution == ["body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias"]
     assert head == ["head.weight", "head.bias"]
 
@@ -134,10 +131,8 @@ def test_bad_parts_are_refused_by_name(arguments: dict[str, Any], named: list[st
 
 
 def test_work_that_never_reaches_the_server_is_said() -> None:
-    """With p = 0.1 and α = 10 about four fifths, nothing when all participate.
-
-    That clients train alone.
-    """
+    """With p = 0.1 and α = 10 about four fifths, nothing when all participate. That clients train
+    alone."""
     said = []
     for n, arguments in (
         (10, {"period": 10}),

@@ -1,7 +1,5 @@
-"""Power-of-Choice against the paper's rule in NumPy.
-
-Who has the largest last loss among the candidates.
-"""
+"""Power-of-Choice against the paper's rule in NumPy. Who has the largest last loss among the
+candidates."""
 
 from __future__ import annotations
 
@@ -36,8 +34,6 @@ def test_a_round_in_which_no_client_is_available_has_no_participants() -> None:
 
 
 class Watched(PowerOfChoice):
-    """Notes who was drawn, in order."""
-
     def select(self, server: Any, available: Any, n: int) -> Any:
         draw, notes = server.generator, vars(self).setdefault("_drawn", [])
 
@@ -50,11 +46,10 @@ class Watched(PowerOfChoice):
         return super().select(server, available, n)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
 @pytest.mark.parametrize("candidates", [8, 5, 3, None])
-def test_those_with_the_largest_known_loss_take_part(engine: str, candidates: int | None) -> None:
+def test_those_with_the_largest_known_loss_take_part(candidates: int | None) -> None:
     method = Watched(candidates)
-    ours = network([method], ROUNDS, engine=engine)
+    ours = network([method], ROUNDS)
     problem, losses = TwoLayer(3, 4, 3), dict[int, float]()
     for t, ((drawn, p), cohort) in enumerate(
         zip(vars(method)["_drawn"], ours.schedule.rounds, strict=True)
@@ -84,10 +79,8 @@ def test_a_loss_is_sent_beside_the_update() -> None:
 
 
 class Undefined(Lit):
-    """Client 1's loss is no number in its first round, client 2's is infinite.
-
-    Their gradients are.
-    """
+    """Client 1's loss is no number in its first round, client 2's is infinite. Their gradients
+    are."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)

@@ -19,7 +19,6 @@ Made = Callable[[], list[Any]]
 
 
 def sgd(rate: float = 1.0, **options: Any) -> dict[str, Any]:
-    """A server optimizer."""
     return {"server_optimizer": lambda w: torch.optim.SGD(w, rate, **options)}
 
 

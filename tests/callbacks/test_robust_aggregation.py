@@ -1,11 +1,8 @@
-"""Robust rules against NumPy's, and what they stand; who attacks, and where the attack comes.
-
-What attackers send is in the oracle's matrix.
-"""
+"""Robust rules against NumPy's, and what they stand; who attacks, and where the attack comes. What
+attackers send is in the oracle's matrix."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +16,12 @@ from fl_lightning.callbacks import ByzantineClients, RobustAggregation, RunCard
 from fl_lightning.callbacks.robust.byzantine_clients import hiding
 from fl_lightning.callbacks.robust.robust_aggregation import PIECE, mixed
 from fl_lightning.datamodules import InMemoryDataModule
-from fl_lightning.testing import check_method, tiny_run
+from fl_lightning.testing import tiny_run
 from tests.helpers.learners import Lit, blobs, federated, trainer
 from tests.oracles.robust import aggregate
 
 
 class Given:
-    """A server that has these updates."""
-
     averaged = None
 
     def __init__(self, updates: Any) -> None:
@@ -54,8 +49,9 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 10, 100])
-@pytest.mark.parametrize("length", [1.0, 0.01])
+@pytest.mark.parametrize(
+    ("n", "length"), [*((n, 1.0) for n in (1, 2, 4, 7, 10)), (7, 0.01), (30, 1.0)]
+)
 def test_rules_agree_with_numpy(name: str, n: int, length: float) -> None:
     rng = np.random.default_rng(n)
     u = length * rng.normal(size=(n, 17)) * np.where(np.arange(n) % 4 == 3, 30.0, 1.0)[:, None]
@@ -67,51 +63,6 @@ def test_rules_agree_with_numpy(name: str, n: int, length: float) -> None:
     times = 4 if RULES[name]["rule"] == "bulyan" else 2
     lowered = counts and n < times * RULES[name].get("byzantine", 1) + 3
     assert len(server.said) == lowered
-
-
-@pytest.mark.parametrize(
-    "rule", ["krum", "multi_krum", "median", "trimmed_mean", "geometric_median", "bulyan"]
-)
-def test_every_contract_holds(rule: str) -> None:
-    report = check_method(partial(RobustAggregation, rule, trim=0.34, byzantine=0))
-    assert report.ok, f"{report}"
-
-
-@pytest.mark.parametrize(
-    "rule", ["median", "trimmed_mean", "krum", "multi_krum", "geometric_median"]
-)
-def test_three_of_ten_that_send_the_opposite_carry_the_mean_away_and_no_robust_rule(
-    rule: str,
-) -> None:
-    losses = []
-    for methods in ([], [RobustAggregation(rule, trim=0.31, byzantine=3)]):
-        run = trainer(8, [ByzantineClients("sign_flip", 0.3, 10.0), *methods])
-        torch.manual_seed(0)
-        run.fit(federated(participation="all", on_nonfinite="skip"), blobs())
-        losses.append(float(run.callback_metrics["val/loss"]))
-    clean = trainer(8)
-    torch.manual_seed(0)
-    clean.fit(federated(participation="all"), blobs())
-    mean, robust = losses
-    assert mean > 3 * robust and robust < 2 * float(clean.callback_metrics["val/loss"])
-
-
-def test_mixing_keeps_honest_clients_that_are_far_from_each_other() -> None:
-    """Of 13 rows 10 lie along axes of their own, and 3 send the opposite of the mean.
-
-    No coordinate has a majority.
-    """
-    honest = np.eye(10)
-    u = np.concatenate([honest, np.tile(-10 * honest.mean(0), (3, 1))])
-    server: Any = Given(u)
-    alone, mixed = (
-        RobustAggregation("median", byzantine=3, mixing=mixing)
-        .aggregate(server, server.updates)
-        .numpy()
-        for mixing in (False, True)
-    )
-    assert np.abs(alone).max() == 0.0, "the median of each coordinate forgets them all"
-    assert np.allclose(mixed, honest.mean(0), atol=1e-12)
 
 
 @pytest.mark.parametrize("sent", [float("nan"), float("inf"), 1e300])
@@ -158,13 +109,6 @@ def test_bulyan_takes_what_mixing_leaves() -> None:
     assert np.abs(ours - aggregate(rows, "bulyan", byzantine=2)).max() < 1e-9
 
 
-def test_bulyan_without_attackers_is_the_uniform_mean() -> None:
-    u = np.random.default_rng(0).normal(size=(6, 5))
-    server: Any = Given(u)
-    ours = RobustAggregation("bulyan", byzantine=0).aggregate(server, server.updates).numpy()
-    assert np.abs(ours - u.mean(axis=0)).max() < 1e-12
-
-
 def test_weights_play_no_part_which_is_said() -> None:
     runs = [
         tiny_run(RobustAggregation("median"), weighting=weighting)
@@ -172,12 +116,6 @@ def test_weights_play_no_part_which_is_said() -> None:
     ]
     assert torch.equal(runs[0].global_vector, runs[1].global_vector)
     assert any("weighting='samples' are not used" in note for note in runs[1].notes)
-
-
-@pytest.mark.parametrize("attack", ["sign_flip", "noise", "label_flip", "alie"])
-def test_every_contract_holds_of_an_attack(attack: str) -> None:
-    report = check_method(partial(ByzantineClients, attack, fraction=0.5))
-    assert report.ok and report["order of clients"].verdict == "n/a", f"{report}"
 
 
 def test_attackers_follow_from_the_seed_are_counted_among_participants_and_stand_in_the_card(

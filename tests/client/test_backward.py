@@ -12,12 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fl_lightning import UserError
-from fl_lightning.callbacks import (
-    HessianLogger,
-    MoreauEnvelope,
-    ProximalPersonalModel,
-    ProximalTerm,
-)
+from fl_lightning import callbacks as c
 from fl_lightning.client.step_hooks import differentiated
 from tests.helpers.learners import (
     Lit,
@@ -50,8 +45,6 @@ class Reentrant(Lit):
 
 
 class Inner(torch.autograd.Function):
-    """A function whose backward calls `backward` itself."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
         ctx.module = module
@@ -88,8 +81,6 @@ def test_layers_whose_gradient_comes_by_a_backward_within_are_trained(
 
 
 class Detached(Lit):
-    """Its loss requires a gradient, and no parameter gets one."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         with torch.no_grad():
@@ -133,7 +124,7 @@ def test_gradients_that_a_step_leaves_are_cleared_as_in_plain_training(engine: s
 
 def test_curvature_refuses_what_no_second_derivative_sees() -> None:
     module = federated(Reentrant())
-    run = trainer(1, [HessianLogger(every_n_rounds=1)])
+    run = trainer(1, [c.HessianLogger(every_n_rounds=1)])
     with pytest.raises(UserError, match=r"Reentrant: .*differentiated twice.*use_reentrant=False"):
         run.fit(module, blobs())
 
@@ -166,14 +157,6 @@ def test_a_recorded_step_does_not_copy_its_gradients(recording: bool, copied: in
         assert gradient is not None and torch.equal(gradient, other)
 
 
-def test_hooks_of_parameters_see_the_gradient_of_a_recorded_step() -> None:
-    parameter = nn.Parameter(torch.ones(3))
-    seen: list[Tensor] = []
-    parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    (gradient,) = differentiated(parameter.square().sum(), [parameter], recording=True)
-    assert len(seen) == 1 and gradient is not None and torch.equal(seen[0], gradient)
-
-
 OPTIMIZERS = {
     "decay": lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.1),
     "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1),
@@ -199,8 +182,11 @@ class TwoHeads(Lit):
         return nn.functional.cross_entropy(self.net[2](hidden), y)
 
 
-@pytest.mark.parametrize("settings", ENGINES, ids=str)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [*(("adamw", each) for each in ENGINES), *((name, ENGINES[0]) for name in OPTIMIZERS)],
+    ids=str,
+)
 def test_a_head_that_the_loss_does_not_depend_on_stays(optimizer: str, settings: Any) -> None:
     data = blobs(clients=1)
     learner = TwoHeads()
@@ -252,7 +238,7 @@ def test_a_head_that_a_method_pulls_is_stepped() -> None:
         engine="sequential",
     )
     start = learner.other.weight.detach().clone()
-    trainer(1, [ProximalTerm(5.0)]).fit(module, data)
+    trainer(1, [c.ProximalTerm(5.0)]).fit(module, data)
     assert not torch.equal(module.export().other.weight, start)
 
 
@@ -263,7 +249,7 @@ class HeadAlone(Lit):
         return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("personal", [ProximalPersonalModel, MoreauEnvelope])
+@pytest.mark.parametrize("personal", [c.ProximalPersonalModel, c.MoreauEnvelope])
 def test_what_no_optimizer_holds_stays_in_personal_models_too(personal: Any) -> None:
     module = federated(HeadAlone(), participation="all", engine="sequential")
     trainer(2, [personal()]).fit(module, blobs(clients=2))

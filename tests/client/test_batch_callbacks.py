@@ -1,7 +1,5 @@
-"""Callbacks that change batches get the clients', as in plain training.
-
-The round's token they never see.
-"""
+"""Callbacks that change batches get the clients', as in plain training. The round's token they
+never see."""
 
 from __future__ import annotations
 
@@ -10,12 +8,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import (
-    LambdaCallback,
-    LearningRateMonitor,
-    Timer,
-    TQDMProgressBar,
-)
+from pytorch_lightning.callbacks import LambdaCallback, LearningRateMonitor, Timer, TQDMProgressBar
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
 
@@ -58,8 +51,6 @@ class Preprocessing(Lit):
 
 
 class Scaled(Lit):
-    """The same, done in its steps."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step((3 * batch[0] + 1, batch[1]), batch_idx)
 

@@ -48,8 +48,6 @@ class Counting(torch.optim.Optimizer):
 
 
 class Remembering(torch.optim.Optimizer):
-    """It counts in an attribute."""
-
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr})
         self.k = 0
@@ -62,8 +60,6 @@ class Remembering(torch.optim.Optimizer):
 
 
 class OfLists(torch.optim.SGD):
-    """It keeps a list of each parameter."""
-
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for p in self.param_groups[0]["params"]:
             self.state[p]["history"] = [1.0]
@@ -161,11 +157,7 @@ class Counted(torch.optim.Optimizer):
 
 
 def trained(
-    kind: Any,
-    rounds: int,
-    save: Path | None = None,
-    resume: Path | None = None,
-    **options: Any,
+    kind: Any, rounds: int, save: Path | None = None, resume: Path | None = None, **options: Any
 ) -> Tensor:
     """The model after so many rounds of a run, which a checkpoint may begin or end."""
     module = federated(client_optimizer=lambda p: kind(p, lr=0.01, **options))

@@ -236,12 +236,9 @@ def test_a_scheduler_finds_the_local_steps_of_each_client(
             nn.utils.vector_to_parameters(w.clone(), learner.parameters())
             number = module.steps(t, client)
             numbers.add(number)
-            for k, (x, y) in enumerate(data.client_batches(client, t, number)):
-                learner.zero_grad()
-                nn.functional.cross_entropy(learner.net(x), y).backward()
-                with torch.no_grad():
-                    for p in learner.parameters():
-                        p.sub_(0.1 * (1 - k / number) * p.grad)
+            for k, batch in enumerate(data.client_batches(client, t, number)):
+                rate = 0.1 * (1 - k / number)
+                by_hand(learner, [batch], lambda p, rate=rate: torch.optim.SGD(p, rate))
             ends.append(nn.utils.parameters_to_vector(learner.parameters()).detach())
         w = torch.stack(ends).mean(0)
     assert len(numbers) == (1 if "local_steps" in given else 2)

@@ -14,14 +14,7 @@ from torch import Tensor
 from fl_lightning.callback import ClientState, FederatedCallback
 from fl_lightning.callbacks import PartialAveraging
 from fl_lightning.machine.random_state import seed_client
-from tests.helpers.learners import (
-    Dropping,
-    InPlace,
-    Lit,
-    blobs,
-    federated,
-    trainer,
-)
+from tests.helpers.learners import Dropping, InPlace, Lit, blobs, federated, trainer
 
 ALONE: dict[str, Any] = {"engine": "sequential", "participation": "all", "local_epochs": 1}
 

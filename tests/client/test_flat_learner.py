@@ -1,7 +1,5 @@
-"""What a learner changes in its own steps: buffers, attributes, metrics, frozen parameters.
-
-The same in each engine.
-"""
+"""What a learner changes in its own steps: buffers, attributes, metrics, frozen parameters. The
+same in each engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Frozen parameters that a learner's steps write (momentum encoders).
-
-Buffers to the run, in every engine alike.
-"""
+"""Frozen parameters that a learner's steps write (momentum encoders). Buffers to the run, in every
+engine alike."""
 
 from __future__ import annotations
 
@@ -19,10 +17,8 @@ from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
 class Teaching(Lit):
-    """A teacher that follows the student.
-
-    Lightly assigns to ``data``, others change it in place.
-    """
+    """A teacher that follows the student. Lightly assigns to ``data``, others change it in
+    place."""
 
     def __init__(self, in_place: bool = True) -> None:
         super().__init__()
@@ -121,8 +117,6 @@ def test_another_tensor_for_a_trainable_parameter_is_refused(engine: str) -> Non
 
 
 class LateTeacher(Lit):
-    """Its teacher begins to move after a warm-up."""
-
     def __init__(self, from_round: int = 1) -> None:
         super().__init__()
         self.from_round = from_round

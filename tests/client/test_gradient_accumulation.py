@@ -11,15 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import InMemoryDataModule
+from fl_lightning import callbacks as c
 from fl_lightning.callback import ClientState, FederatedCallback
-from fl_lightning.callbacks import (
-    ControlVariates,
-    LocallyEstimatedPerturbation,
-    ModelContrast,
-    PersonalHead,
-    PrototypePull,
-    SharpnessAwareMinimization,
-)
 from fl_lightning.client.gradient_accumulation import batches_in
 from fl_lightning.errors import UserError
 from tests.helpers.agreement import Run, trained
@@ -74,44 +67,43 @@ def near(run: Run, reference: Run) -> None:
     near_in_all(run, reference)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "concurrent"])
 @pytest.mark.parametrize(
     ("learner", "methods", "given"),
     [
         (Plain, [], {}),
+        (Plain, [], {"engine": "concurrent", "workers": 2}),
         (Plain, [], {"clip_norm": 0.5, "weighting": "samples"}),
         (Plain, [], ADAMW | {"keep_optimizer_state": True}),
         (Masked, [], {}),
         (Masked, [], ADAMW | {"clip_norm": 0.1}),
-        (Plain, [SharpnessAwareMinimization], {}),
-        (Masked, [SharpnessAwareMinimization], {"local_epochs": 1.5}),
-        (Plain, [partial(LocallyEstimatedPerturbation, 0.1)], {}),
-        (Plain, [ControlVariates], {"local_steps": 3}),
+        (Plain, [c.SharpnessAwareMinimization], {}),
+        (Masked, [c.SharpnessAwareMinimization], {"local_epochs": 1.5}),
+        (Plain, [partial(c.LocallyEstimatedPerturbation, 0.1)], {}),
+        (Plain, [c.ControlVariates], {"local_steps": 3}),
         (Plain, [AtAnotherPoint], {"local_epochs": 2}),
-        (Plain, [ModelContrast], {}),
-        (Plain, [PersonalHead], {}),
-        (Plain, [partial(PrototypePull, 3, 4)], {}),
-        (Plain, [partial(PrototypePull, 3, 4), SharpnessAwareMinimization], {}),
+        (Plain, [c.ModelContrast], {}),
+        (Plain, [c.PersonalHead], {}),
+        (Plain, [partial(c.PrototypePull, 3, 4)], {}),
+        (Plain, [partial(c.PrototypePull, 3, 4), c.SharpnessAwareMinimization], {}),
     ],
 )
 def test_batches_of_a_step_are_one_large_batch(
-    learner: Any, methods: list[Any], given: dict[str, Any], engine: str
+    learner: Any, methods: list[Any], given: dict[str, Any]
 ) -> None:
     """Clients have 1 to 12 samples, so the last step of an epoch may have fewer batches."""
-    large = trained(
-        ([make() for make in methods], given), engine, learner=learner, data=of_batches(4)
-    )
-    for size in (1, 2):
-        case = ([make() for make in methods], given)
-        more = {"accumulate": 4 // size, "workers": 2} if engine == "concurrent" else {}
-        small = trained(
-            case,
-            engine,
+    given = {"engine": "sequential", **given}
+    large, *small = (
+        trained(
+            ([make() for make in methods], {}),
             learner=learner,
             data=of_batches(size),
-            **{"accumulate": 4 // size, **more},
+            accumulate=4 // size,
+            **given,
         )
-        near(small, large)
+        for size in (4, 1, 2)
+    )
+    for each in small:
+        near(each, large)
 
 
 def test_a_step_takes_no_batch_of_the_next_epoch() -> None:
@@ -130,8 +122,6 @@ def test_a_step_takes_no_batch_of_the_next_epoch() -> None:
 
 
 class Counting(Lit):
-    """Which hooks are called, in order."""
-
     def __init__(self) -> None:
         super().__init__()
         self.told: list[str] = []
@@ -155,18 +145,8 @@ def test_the_learners_hooks_see_batches_and_steps() -> None:
     run = trainer(1)
     run.fit(module, blobs(1, 24, batch_size=8))
     # Trials before round 0 work on copies.
-    assert learner.told == [
-        "start 0 last=False",
-        "zero",
-        "end 0",
-        "start 1 last=False",
-        "step",
-        "end 1",
-        "start 2 last=True",
-        "zero",
-        "step",
-        "end 2",
-    ]
+    told = "start 0 last=False; zero; end 0; start 1 last=False; step; end 1; "
+    assert learner.told == (told + "start 2 last=True; zero; step; end 2").split("; ")
 
 
 @pytest.mark.parametrize("count", [-1, float("nan"), "many", [1, 2]])

@@ -1,24 +1,18 @@
-"""What step hooks may ask for.
-
-The loss gradient at another point, the step's number, steps of some epochs.
-"""
+"""What step hooks may ask for. The loss gradient at another point, the step's number, steps of some
+epochs."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from fl_lightning.callback import ClientState, FederatedCallback
 from fl_lightning.callbacks import SharpnessAwareMinimization
-from fl_lightning.testing import check_method, tiny_run
-from tests.helpers.federation import network
+from fl_lightning.testing import tiny_run
 from tests.helpers.learners import Dropping, InPlace, Lit, Normed, blobs, federated, trainer
-from tests.helpers.replays import assert_same, ran, replayed
-from tests.oracles.problems import TwoLayer
 
 
 class Second(FederatedCallback):
@@ -36,10 +30,8 @@ class Second(FederatedCallback):
 
 
 class Again(FederatedCallback):
-    """The loss gradient once more, at the same point, in place of the first.
-
-    The same bits, or something was left.
-    """
+    """The loss gradient once more, at the same point, in place of the first. The same bits, or
+    something was left."""
 
     neutral = {}
 
@@ -48,12 +40,6 @@ class Again(FederatedCallback):
         again = clients.gradient_at(clients.x)
         assert elsewhere.data_ptr() != again.data_ptr() != gradient.data_ptr()
         return again
-
-
-def test_the_contracts_know_it() -> None:
-    report = check_method(Second)
-    assert report.ok, f"{report}"
-    assert check_method(Again)["neutral setting is FedAvg"].verdict == "holds"
 
 
 @pytest.mark.parametrize("learner", [Lit, Dropping, InPlace, Normed])
@@ -97,32 +83,6 @@ def test_what_a_step_has_drawn_and_left_in_buffers_stays_wherever_another_gradie
         found.append({"w": module.global_vector, **dict(module.learner.named_buffers())})
     assert draws[0] == draws[1] and len(set(draws[0])) == len(draws[0]) > 20
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
-
-
-@pytest.mark.parametrize("learner", [Lit, Normed])
-def test_a_step_that_asks_for_it_is_captured_with_the_same_bits(learner: type[Lit]) -> None:
-    plain = ran(learner, lambda: [Second()], {}, capture=False)
-    captured = ran(learner, lambda: [Second()], {}, capture=True)
-    assert replayed(captured[2]) > 0, captured[0].engine_facts["capture"]
-    assert_same(captured[1], plain[1])
-
-
-def test_it_agrees_with_a_gradient_by_hand() -> None:
-    """Ditto's second model over a whole run, in NumPy."""
-    ours = network([Second()], 3, clip_norm=None)
-    problem, v = TwoLayer(3, 4, 3), dict[int, Any]()
-    for t, cohort in enumerate(ours.schedule.rounds):
-        w = ours.start if t == 0 else ours.record.w[t - 1]
-        for i, batches in cohort.items():
-            own = v.get(i, w)
-            for batch in batches:
-                own = own - 0.3 * (problem.gradient(own, i, batch) + 0.01 * own + 0.1 * (own - w))
-            v[i] = own
-    rows = ours.record.rows[-1]["Second.v"]
-    assert set(rows) == set(v) and max(np.abs(rows[i] - v[i]).max() for i in v) < 1e-12
-    assert np.array_equal(ours.record.w[-1], network([], 3, clip_norm=None).record.w[-1]), (
-        "x sees nothing of it"
-    )
 
 
 def test_what_it_costs_is_counted() -> None:

@@ -1,7 +1,5 @@
-"""Hooks that a learner registers on its parameters' gradients.
-
-Called in each step, or refused by name.
-"""
+"""Hooks that a learner registers on its parameters' gradients. Called in each step, or refused by
+name."""
 
 from __future__ import annotations
 
@@ -13,19 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import UserError
-from tests.helpers.learners import (
-    Lit,
-    assert_trained_as,
-    blobs,
-    by_lightning,
-    federated,
-    trainer,
-)
+from tests.helpers.learners import Lit, assert_trained_as, blobs, by_lightning, federated, trainer
 
 
 class Halving(Lit):
-    """One of its weights learns at half the pace."""
-
     def __init__(self, hidden: int = 64) -> None:
         super().__init__(hidden)
         self.net[0].weight.register_hook(lambda g: 0.5 * g)

@@ -1,7 +1,5 @@
-"""What a learner writes at its Trainer: loggers, callbacks and the data module.
-
-Only steps of the run's own rounds count: trial steps and measurements write nothing.
-"""
+"""What a learner writes at its Trainer: loggers, callbacks and the data module. Only steps of the
+run's own rounds count: trial steps and measurements write nothing."""
 
 from __future__ import annotations
 
@@ -25,8 +23,6 @@ OPTIONS: dict[str, Any] = {"participation": "all", "local_epochs": None, "local_
 
 
 class Kept(Logger):
-    """Keeps in memory what it is given."""
-
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[dict[str, float]] = []
@@ -45,14 +41,10 @@ class Kept(Logger):
 
 
 class Seen(pl.Callback):
-    """Counts the steps of which a learner tells it."""
-
     steps = 0
 
 
 class Turning(InMemoryDataModule):
-    """Keeps a value under a private name."""
-
     _steps = 0
 
     @property

@@ -18,8 +18,6 @@ CLIP = 0.3
 
 
 class Plain(pl.LightningModule):
-    """Two linear layers, one without a bias."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 5)
@@ -34,8 +32,6 @@ class Plain(pl.LightningModule):
 
 
 class Pictures(Plain):
-    """A convolution and dropout before the layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.convolution = nn.Conv1d(1, 2, 3, padding=1)
@@ -53,8 +49,6 @@ class FrozenBias(Plain):
 
 
 class Twice(Plain):
-    """One layer is called twice."""
-
     def __init__(self) -> None:
         super().__init__()
         self.again = nn.Linear(5, 5)
@@ -65,8 +59,6 @@ class Twice(Plain):
 
 
 class CalledInVain(Plain):
-    """A layer's second call has no part in the loss."""
-
     def outputs(self, x: Tensor) -> Tensor:
         outputs = super().outputs(x)
         self.first(2 * x)
@@ -81,8 +73,6 @@ class Dropped(CalledInVain):
 
 
 class Rows(Plain):
-    """The first layer gets three rows of each sample."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(2, 5)
@@ -92,15 +82,11 @@ class Rows(Plain):
 
 
 class Decayed(Plain):
-    """Its loss has a term of a layer's weights."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) + self.first.weight.square().sum()
 
 
 class Tied(Plain):
-    """A layer's weight has a second use, in another module."""
-
     def __init__(self) -> None:
         super().__init__()
         self.back = nn.Linear(6, 5)
@@ -111,8 +97,6 @@ class Tied(Plain):
 
 
 class Penalised(Plain):
-    """Its loss has the gradient of a gradient."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         h = torch.tanh(self.first(x))
@@ -141,8 +125,6 @@ class Taught(Plain):
 
 
 class Unused(Plain):
-    """One of its layers has no part in the loss."""
-
     def __init__(self) -> None:
         super().__init__()
         self.third = nn.Linear(3, 3)

@@ -11,11 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning.callback import (
-    FederatedCallback,
-    Upload,
-    UserError,
-)
+from fl_lightning.callback import FederatedCallback, Upload, UserError
 from fl_lightning.callbacks import SharpnessAwareMinimization
 from tests.helpers.learners import InPlace, Lit, blobs, federated, momentum, trainer
 

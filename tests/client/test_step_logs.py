@@ -38,10 +38,8 @@ class Reducing(Lit):
 
 
 class Moving(Lit):
-    """Metrics whose states of several clients cannot be merged.
-
-    And one that can, by step and epoch.
-    """
+    """Metrics whose states of several clients cannot be merged. And one that can, by step and
+    epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,8 +118,6 @@ def test_numbers_are_the_mean_over_clients_of_plain_lightnings(
 
 
 class Odd(Lit):
-    """Logs its loss in a way of its own."""
-
     def __init__(self, logs: Any) -> None:
         super().__init__()
         self.odd = Counts()

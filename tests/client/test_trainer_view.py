@@ -33,8 +33,6 @@ class Told(Lit):
 
 
 class Asking(Lit):
-    """Asks the Trainer."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) + term(
             self, self.trainer.num_training_batches

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from fl_lightning import FederatedModule, InMemoryDataModule, UserError
-from tests.helpers.learners import Lit, blobs, by_hand, federated, trainer
+from fl_lightning import UserError
+from tests.helpers.learners import Lit, blobs, federated, trainer
 
 # Scripted code may be fused, so the last bits differ.
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}
@@ -61,8 +59,6 @@ def test_a_step_whose_copy_computes_with_the_learners_own_weights_is_refused(eng
 
 
 class Later(Lit):
-    """Returns no loss from the second round on."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         return None if self.trainer.current_epoch else loss
@@ -117,51 +113,3 @@ def test_what_cannot_be_logged_is_named(engine: str) -> None:
         trained(Nested, engine)
     with pytest.raises(UserError, match=r"'train/all'.*shape \(8, 20\).*its mean"):
         trained(Whole, engine)
-
-
-STEPS = 3
-
-
-class InBfloat16(Lit):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        with torch.autocast("cpu", torch.bfloat16):
-            out = self.net(x)
-        return cross_entropy(out.float(), y)
-
-
-def run(rounds: int, *callbacks: Any, **arguments: Any) -> Any:
-    """A client trains on all of its samples in each step."""
-    torch.manual_seed(0)
-    made = blobs(3, dtype=torch.float32)
-    samples, own = made._given_sets["train"], [made.client_indices(i) for i in range(3)]
-    data = InMemoryDataModule(samples, test=samples, clients=own, test_clients=own, batch_size=100)
-    module = FederatedModule(
-        InBfloat16(), participation=1.0, local_steps=STEPS, seed=1, **arguments
-    )
-    trainer(rounds, callbacks).fit(module, data)
-    return module
-
-
-def samples_of(module: Any, client: int) -> tuple[Tensor, Tensor]:
-    data = module.trainer.datamodule
-    (x, y), own = data._given_sets["train"], data.client_indices(client)
-    return x[own], y[own]
-
-
-def vector(learner: Any) -> Tensor:
-    return torch.nn.utils.parameters_to_vector(learner.parameters()).detach()
-
-
-@pytest.mark.parametrize("engine", ["sequential", "concurrent"])
-def test_steps_are_those_of_a_plain_loop(engine: str) -> None:
-    module = run(1, engine=engine)
-    torch.manual_seed(0)
-    start = InBfloat16()
-    ends = []
-    for client in range(3):
-        batches = [samples_of(module, client)] * STEPS
-        ends.append(vector(by_hand(copy.deepcopy(start), batches)))
-    mean = torch.stack(ends).mean(0)
-    assert float((mean - vector(start)).norm()) > 0.01
-    assert torch.allclose(module.global_vector, mean, atol=1e-6)

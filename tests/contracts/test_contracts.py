@@ -4,49 +4,39 @@ it."""
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from fl_lightning import ClientState, Exponential, FederatedCallback, ServerState, Steps, Upload
+from fl_lightning import ClientState, Exponential, FederatedCallback, Steps, Upload
 from fl_lightning import callbacks as c
 from fl_lightning.callback import CLASS_LABELS, Clients, Server
 from fl_lightning.callbacks.loggers import divergence_logger
 from fl_lightning.lab.contracts import small_runs
-from fl_lightning.lab.contracts.check_report import Check, CheckReport, Failed
+from fl_lightning.lab.contracts.check_report import Check, Failed
 from fl_lightning.lab.contracts.federation import (
     Outcome,
     fit,
     in_processes,
     outcome,
     quiet,
-    require_same,
 )
 from fl_lightning.testing import INVARIANTS, _checked, check_method
-from tests.helpers.wrong_methods import WRONG, Anchor, AttributeInHook, Nothing, RowNorms
+from tests.helpers.wrong_methods import WRONG, AttributeInHook, Nothing, RowNorms
 
 OTHERS: dict[str, Callable[..., FederatedCallback]] = {
-    "FedInit, updates": lambda **given: c.RelaxedInitialization(**{"average": "updates", **given}),
     "FedInit, mean": lambda **given: c.RelaxedInitialization(**{"offset": "mean", **given}),
-    "FedInit, scheduled": lambda **given: c.RelaxedInitialization(
-        **{"beta": Exponential(0.9), **given}
-    ),
     "SCAFFOLD, gradient": lambda: c.ControlVariates("gradient"),
-    "SCAFFOLD, momentum": lambda: c.ControlVariates(momentum=0.4),
-    "averaged AdamW": lambda: c.AdamDirection(first="averaged", second="averaged"),
     "FedLADA's moments": lambda: c.AdamDirection(second="averaged", share="full"),
     "FedMuon": lambda: c.MuonDirection(start="averaged"),
     "FedMuon-LMO": lambda: c.MuonDirection(
         nesterov=False, start="own", variates=True, average="all", vectors="unit"
     ),
-    "Per-FedAvg, Hessian-free": lambda **given: c.MetaGradient(**{"hessian": "free", **given}),
     "PrototypePull": lambda **given: c.PrototypePull(**{"classes": 3, "features": 4, **given}),
-    "Bulyan": lambda: c.RobustAggregation("bulyan", byzantine=0),
+    "RobustAggregation": lambda: c.RobustAggregation("bulyan", byzantine=0),
     "DP, adaptive": lambda: c.DifferentialPrivacy(
         0.5, noise_multiplier=4.0, target_quantile=0.5, count_stddev=5.0
     ),
@@ -54,9 +44,6 @@ OTHERS: dict[str, Callable[..., FederatedCallback]] = {
         **(given or {"periods": {"first.*": 2, "head.bias": "never"}})
     ),
     "FedLESAM, last": lambda **given: c.LocallyEstimatedPerturbation(**{"source": "last", **given}),
-    "FedSpeed as printed": lambda: c.MixedAscent(0.2, 0.5, 0.1, False, "participants"),
-    "IFCA, three": lambda **given: c.ClusteredModels(**{"k": 3, **given}),
-    "FedDyn, scheduled": lambda: c.DynamicRegularization(Exponential(0.9)),
     "FedCM, scheduled": lambda **given: c.ClientMomentum(**{"alpha": Exponential(0.5), **given}),
     "DifferentialPrivacy": lambda **given: c.DifferentialPrivacy(
         # With little noise each ε takes seconds, and what the contracts compare is not its size.
@@ -65,15 +52,10 @@ OTHERS: dict[str, Callable[..., FederatedCallback]] = {
     "RecordPrivacy": lambda **given: c.RecordPrivacy(
         **{"clip": 0.5, "noise_multiplier": 4.0, **given}
     ),
-    "RandomK": lambda **given: c.RandomK(**{"fraction": 0.4, **given}),
-    "RandomK, memory": lambda **given: c.RandomK(**{"fraction": 0.4, "memory": True, **given}),
-    "LowRankUpdate, rank 1": lambda **given: c.LowRankUpdate(**{"rank": 1, **given}),
-    "ErrorFeedback21": lambda: c.ErrorFeedback21(c.SignUpdate()),
-    "ErrorFeedback21, all": lambda: c.ErrorFeedback21(c.RandomK(0.4, memory=True), "all"),
-    "QuantizedUpdate, max": lambda **given: c.QuantizedUpdate(**{"norm": "max", **given}),
-    "top-k": lambda **given: c.TopKCompression(**{"fraction": 0.4, **given}),
+    "RandomK": lambda **given: c.RandomK(**{"fraction": 0.4, "memory": True, **given}),
+    "ErrorFeedback21": lambda: c.ErrorFeedback21(c.RandomK(0.4, memory=True), "all"),
+    "TopKCompression": lambda **given: c.TopKCompression(**{"fraction": 0.4, **given}),
     # of its 100 probes each would take two products in each of forty runs
-    "FedLC, printed": lambda **given: c.LogitCalibration(**{"exclude_true": True, **given}),
     "HessianLogger": lambda **given: c.HessianLogger(**{"probes": 3, **given}),
 }
 # These need a language model and a file of records: see
@@ -86,28 +68,14 @@ OURS: dict[str, Callable[..., FederatedCallback]] = {
         if name in c.__all__ and isinstance(made, type) and issubclass(made, FederatedCallback)
         if name not in ELSEWHERE
     },
-    "FedRep, half an epoch": lambda: c.AlternatingHead(0.5, ["head.*"]),
     **OTHERS,
 }
 
 
-@cache
-def report(name: str) -> CheckReport:
-    return check_method(OURS[name])
-
-
-@pytest.mark.parametrize("invariant", INVARIANTS)
 @pytest.mark.parametrize("name", OURS)
-def test_our_methods_keep_the_contracts(name: str, invariant: str) -> None:
-    check = report(name)[invariant]
-    assert check.verdict != "fails", f"{check.reason}\n{check.hint}"
-
-
-@pytest.mark.parametrize("name", [name for name in OURS if name.endswith("Logger")])
-def test_loggers_change_nothing(name: str) -> None:
-    with quiet():
-        ours, average = outcome(fit([OURS[name]()])), outcome(fit([]))
-    require_same({k: ours[k] for k in average}, average, 0.0, name, "")
+def test_our_methods_keep_the_contracts(name: str) -> None:
+    report = check_method(OURS[name])
+    assert report.ok, str(report)
 
 
 def test_scaffold_keeps_its_estimates_in_a_round_without_learning() -> None:
@@ -182,9 +150,8 @@ def test_every_contract_is_seen_to_fail() -> None:
 
 
 def test_the_report_is_a_table_with_reasons_and_hints() -> None:
-    good, bad = check_method(Anchor), check_method(AttributeInHook)
-    assert good.ok and not bad.ok
-    assert str(good).startswith("Anchor: all contracts hold")
+    bad = check_method(AttributeInHook)
+    assert not bad.ok
     assert "what: on_local_end set or changed self.latest" in str(bad) and "hint: " in str(bad)
 
 
@@ -257,47 +224,3 @@ def test_a_method_that_reads_label_counts_in_hooks_is_rehearsed() -> None:
             self.kept[clients] = clients.label_counts / clients.sizes
 
     assert str(check_method(Counts)).startswith("Counts: all contracts hold")
-
-
-HOOKS = [
-    "on_round_start",
-    "on_local_start",
-    "on_local_gradient",
-    "on_local_step_end",
-    "on_local_end",
-]
-HOOKS += ["on_server_update", "on_round_end"]
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-def test_a_run_interrupted_in_any_hook_resumes_exactly(hook: str) -> None:
-    """A round that dies never happened."""
-
-    class Killed(FederatedCallback):
-        seen = ServerState(synchronised=False, shape=())
-
-    def die(argument: Any, gradient: Any = None) -> None:
-        if armed and argument.round == 2:
-            raise RuntimeError("killed")
-
-    setattr(Killed, hook, lambda self, *given: die(*given))
-
-    def callbacks() -> list[FederatedCallback]:
-        return [
-            c.ControlVariates(),
-            c.RelaxedInitialization(),
-            c.DivergenceLogger(),
-            c.CommunicationLogger(),
-            Killed(),
-        ]
-
-    with quiet(), tempfile.TemporaryDirectory() as folder:
-        armed = False
-        whole = outcome(fit(callbacks(), rounds=4))
-        armed = True
-        with pytest.raises(RuntimeError, match="killed"):
-            fit(callbacks(), rounds=4, folder=folder)
-        armed = False
-        require_same(
-            whole, outcome(fit(callbacks(), rounds=4, folder=folder, resume=True)), 0.0, hook, ""
-        )

@@ -30,11 +30,9 @@ DOCS = Path(__file__).parents[2] / "docs" / "engines.md"
 def decided(
     monkeypatch: pytest.MonkeyPatch, first: FirstSteps | None = None, **given: Any
 ) -> tuple[int, Any, Any]:
-    """The number of the row that applied, from 1, the plan, and why clients train in order.
-
-    Four clients at once on four cores take five steps of 10 ms, and nothing stands against side by
-    side, unless ``given``.
-    """
+    """The number of the row that applied, from 1, the plan, and why clients train in order. Four
+    clients at once on four cores take five steps of 10 ms, and nothing stands against side by side,
+    unless ``given``."""
     known = {"seconds": 0.01, "uncaptured": "", "one_by_one": None, "not_forked": "", **given}
     for name, value in (
         ("step_seconds", known.pop("seconds")),
@@ -135,8 +133,6 @@ def test_the_table_in_the_docs_is_the_table() -> None:
 
 
 class Waiting(Lit):
-    """A step that takes 4 ms of the processor."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         end = time.thread_time() + 0.004
         while time.thread_time() < end:
@@ -216,8 +212,6 @@ def test_a_learner_that_cannot_be_copied_trains_one_client_after_the_other() -> 
 
 
 class Images(pl.LightningModule):
-    """A small convolution."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))

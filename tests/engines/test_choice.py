@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,7 +18,6 @@ from fl_lightning.engines.engine_context import EngineContext
 from fl_lightning.engines.engine_plan import AS_BEFORE, EnginePlan
 from fl_lightning.engines.sequential import Sequential
 from fl_lightning.engines.threads import Threads
-from fl_lightning.engines.trials.dry_run import tried_apart
 from fl_lightning.engines.trials.trial_steps import FirstSteps, Reason
 from fl_lightning.errors import UserError
 from tests.helpers.learners import Lit, blobs, federated, trainer
@@ -29,8 +26,6 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 
 class Frozen(Lit):
-    """Has a parameter that nobody trains."""
-
     def __init__(self) -> None:
         super().__init__()
         self.centre = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
@@ -206,32 +201,6 @@ def test_what_the_first_process_found_holds_for_all(monkeypatch: pytest.MonkeyPa
     first.treat_as_buffers = known.append
     assert choice.decided(first, ("a",)).plan.engine == "sequential"
     assert known == [("a",)]
-
-
-class Looking:
-    """A callback that is called with each batch."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.lock = threading.Lock()  # cannot be copied
-
-
-def test_trying_leaves_nothing_behind_on_generators_and_callbacks() -> None:
-    callback = Looking()
-    before = dict(vars(callback))
-    drawn: list[tuple[float, float]] = []
-
-    def draws() -> tuple[float, float]:
-        return float(torch.rand(())), random.random()
-
-    context = copies(looking=(callback,)).context
-    for _ in range(2):
-        with tried_apart(context):
-            drawn.append(draws())
-            callback.calls += 1
-            callback.new = 1  # type: ignore[attr-defined]
-        assert vars(callback) == before
-    assert drawn[0] == drawn[1] == draws()
 
 
 def test_a_plan_comes_back_from_a_checkpoint() -> None:

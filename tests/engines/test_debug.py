@@ -15,7 +15,6 @@ from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
 def failed(method: FederatedCallback | None = None, learner: Any = None) -> Any:
-    """The error of a run that fails."""
     callbacks = [] if method is None else [method]
     module = federated(learner or Lit(), engine="debug", participation=2, local_steps=3)
     with pytest.raises(ZeroDivisionError) as raised:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -50,8 +49,6 @@ class Drawing(Dropping):
 
 
 class Counting(FederatedCallback):
-    """Keeps, logs and uploads something of each client."""
-
     seen = ClientState(shape=(2,), synchronised=False)
     moved = Upload(shape=())
 
@@ -223,21 +220,6 @@ def test_a_file_that_is_open_for_reading_keeps_clients_in_the_run(tmp_path: Path
     assert "samples.bin is open for reading" in module.engine_facts["why"]
     torch.set_num_threads(1)
     require_same((module, logged), ran("sequential"))
-
-
-def test_a_warning_of_a_worker_is_given_once() -> None:
-    class Warning_(Drawing):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if batch_idx == 1:
-                warnings.warn("a step warns", stacklevel=1)
-            return super().training_step(batch, batch_idx)
-
-    forked.__dict__.pop("__warningregistry__", None)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("default")
-        ran("concurrent", learner=Warning_, workers=2)
-    # Two from trial steps before round 0, and one from the fifteen clients in workers.
-    assert [str(w.message) for w in told].count("a step warns") <= 3
 
 
 def children() -> list[int]:

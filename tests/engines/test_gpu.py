@@ -13,10 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from benchmarks.gpu_compositions import COMMON, COMPOSITIONS, CallbackList
-from fl_lightning import (
-    FederatedCallback,
-    FederatedStrategy,
-)
+from fl_lightning import FederatedCallback, FederatedStrategy
 from fl_lightning import callbacks as c
 from fl_lightning.callback import ClientState, Server
 from fl_lightning.evaluation.evaluator import samples_of
@@ -150,8 +147,6 @@ def test_metrics_of_two_processes_are_sent_from_the_cpu() -> None:
 
 
 class Wide(Learner):
-    """Its activations take much memory."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         wide = batch[0].new_ones(1000, 1000) * self.head.bias.sum()
@@ -175,8 +170,6 @@ def test_as_many_clients_train_beside_each_other_as_fit(engine: str, capture: bo
 
 
 class Long(Learner):
-    """Has 100,000 parameters more."""
-
     def __init__(self) -> None:
         super().__init__()
         self.more = nn.Parameter(torch.zeros(100_000, dtype=torch.float64))
@@ -205,8 +198,6 @@ def test_rows_of_methods_and_states_of_optimizers_count() -> None:
 
 
 class Logs(Learner):
-    """Logs a Python number and a tensor in each step."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("train/loss", loss)
@@ -288,9 +279,7 @@ class Reads(Learner):
 READS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda loss: loss.item(),
     "if": lambda loss: bool(loss > 0),
-    "to the CPU": lambda loss: loss.cpu(),
     "to the GPU": lambda loss: torch.tensor(1.0, device=loss.device),
-    "pinned": lambda loss: torch.ones(2).pin_memory().to(loss.device, non_blocking=True),
     "mask": lambda loss: loss.reshape(1)[loss.reshape(1) > 0],
 }
 
@@ -403,7 +392,7 @@ def test_recorded_steps_of_a_callback_wait_for_what_they_read(name: str) -> None
         assert captured == (gpu.graphs > 2), module.engine_facts
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adadelta, torch.optim.Rprop])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Rprop])
 def test_recorded_steps_of_other_optimizers(kind: Any) -> None:
     given = {"client_optimizer": lambda p: kind(p, lr=0.01), "keep_optimizer_state": True}
     here, gpu, module = on_gpu([], **given, **SIDE_BY_SIDE)
@@ -411,7 +400,7 @@ def test_recorded_steps_of_other_optimizers(kind: Any) -> None:
     assert module.engine_facts["capture"] == "yes" and gpu.graphs == 7
 
 
-@pytest.mark.parametrize("kind", ["Adagrad", "NAdam", "RAdam", "ASGD", "Adamax"])
+@pytest.mark.parametrize("kind", ["Adagrad", "NAdam"])
 def test_a_step_count_on_the_cpu_is_not_recorded(kind: str) -> None:
     """A replay would not count."""
     made = getattr(torch.optim, kind)

@@ -1,7 +1,5 @@
-"""State that a learner keeps where nobody looks.
-
-Auto gives sequential's bits each time, and trials leave no trace.
-"""
+"""State that a learner keeps where nobody looks. Auto gives sequential's bits each time, and trials
+leave no trace."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ def ran(
 @pytest.mark.filterwarnings("ignore:.*keeps state outside its buffers")
 def test_auto_leaves_the_bits_of_sequential_each_time() -> None:
     expected = ran(Weighted, "sequential").global_vector
-    for _ in range(3):
+    for _ in range(2):
         module = ran(Weighted, "auto")
         assert module.engine_facts["engine"] == "sequential", module.engine_facts["why"]
         assert torch.equal(module.global_vector, expected)
@@ -77,7 +75,7 @@ def test_auto_leaves_the_bits_of_sequential_each_time() -> None:
 
 def test_data_that_draws_from_a_generator_of_its_own_is_read_in_order() -> None:
     expected = ran(Lit, "sequential", drawing_data).global_vector
-    for _ in range(3):
+    for _ in range(2):
         module = ran(Lit, "auto", drawing_data)
         assert module.engine_facts["engine"] == "sequential" and torch.equal(
             module.global_vector, expected

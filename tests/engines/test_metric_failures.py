@@ -32,7 +32,6 @@ class Regressed(Lit):
 
 
 def blobs_with_tests(sizes: list[int]) -> Any:
-    """Clients with test sets of these sizes."""
     x = torch.randn(200, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     y = x[:, :4].argmax(1)
     own = [list(range(10 * i, 10 * i + 10)) for i in range(len(sizes))]
@@ -60,8 +59,6 @@ def test_a_metric_that_no_client_can_compute_is_refused_before_round_0() -> None
 
 
 class Late(Lit):
-    """Fails where it is measured after round 1."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if not self.training and self.current_epoch == 1:
             raise RuntimeError("no measurement today")

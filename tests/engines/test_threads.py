@@ -18,13 +18,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.callback import FederatedCallback
-from tests.helpers.learners import (
-    Dropping,
-    Lit,
-    blobs,
-    federated,
-    trainer,
-)
+from tests.helpers.learners import Dropping, Lit, blobs, federated, trainer
 
 
 def seeded(learner: type[Lit], **arguments: Any) -> Any:
@@ -153,14 +147,14 @@ def test_the_system_has_ended_the_threads_of_a_run_that_ended() -> None:
             used.add(threading.get_native_id())
             return super().training_step(batch, batch_idx)
 
-    for _ in range(20):
+    for _ in range(6):
         used.clear()
         module = seeded(Seen, engine="concurrent", workers=3, participation=6, local_steps=1)
         trainer(1).fit(module, blobs())
         assert len(used) > 1
         left.append({int(thread) for thread in os.listdir("/proc/self/task")} & used)
     main = {threading.get_native_id()}
-    assert left == [main] * 20
+    assert left == [main] * 6
 
 
 def test_the_optimizer_alone_gives_the_bits_of_the_flat_gradient() -> None:

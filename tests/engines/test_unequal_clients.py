@@ -1,7 +1,5 @@
-"""Clients of one group that are not alike: more steps than others, diverged, logging at times.
-
-And their learners.
-"""
+"""Clients of one group that are not alike: more steps than others, diverged, logging at times. And
+their learners."""
 
 from __future__ import annotations
 
@@ -23,9 +21,6 @@ BESIDE = [c.ControlVariates, c.GlobalSharpnessAwareMinimization, EveryHook]
 OPTIMIZERS: dict[str, Any] = {
     "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "Adam": lambda p: torch.optim.Adam(p, 0.05, amsgrad=True),
-    "AdamW": lambda p: torch.optim.AdamW(p, 0.05, weight_decay=0.1),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, 0.1, lr_decay=0.1),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, 0.02, momentum=0.5, centered=True),
     "NAdam": lambda p: torch.optim.NAdam(p, 0.05),
 }
 

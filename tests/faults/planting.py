@@ -322,41 +322,19 @@ def measured(
         uses |= {test: Use(*use) for test, use in found.items() if test not in failed}
         for test in failed:
             print(f"without any fault, {test} fails: left out", flush=True)
-    # The cells of one method's row of contracts share a report, which the first of them makes.
-    rows: dict[str, list[Use]] = {}
-    for test, use in uses.items():
-        rows.setdefault(_row(test), []).append(use)
-    shared = {row: _mean(cells) for row, cells in rows.items()}
-    return {test: shared[_row(test)] for test in uses}
-
-
-def _mean(cells: list[Use]) -> Use:
-    called = set[Function]().union(*(cell.called for cell in cells))
-    return Use(
-        called,
-        *(
-            sum(part) / len(cells)
-            for part in zip(*((c.seconds, c.waited) for c in cells), strict=True)
-        ),
-    )
+    return uses
 
 
 def _groups(tests: Iterable[str]) -> list[list[str]]:
-    """Some tests of one file each, rows kept together."""
+    """Some tests of one file each."""
     groups: list[list[str]] = []
     for test in tests:
         last = groups[-1][-1] if groups else ""
         file = test.partition("::")[0]
-        if file != last.partition("::")[0] or (
-            len(groups[-1]) >= TOGETHER and _row(test) != _row(last)
-        ):
+        if file != last.partition("::")[0] or len(groups[-1]) >= TOGETHER:
             groups.append([])
         groups[-1].append(test)
     return groups
-
-
-def _row(test: str) -> str:
-    return test.rpartition("-")[0] if "keep_the_contracts" in test else test
 
 
 def fitting(

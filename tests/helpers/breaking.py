@@ -1,7 +1,5 @@
-"""Runs that are broken off by an exception at a chosen place, once, and then go on.
-
-And all that a run leaves.
-"""
+"""Runs that are broken off by an exception at a chosen place, once, and then go on. And all that a
+run leaves."""
 
 from __future__ import annotations
 
@@ -27,32 +25,18 @@ from tests.helpers.learners import Lit, blobs, client_rows, federated, trainer
 ROUNDS, BROKEN_IN = 4, 2
 LOCAL = ("on_local_start", "on_local_gradient", "on_local_step_end", "on_local_end", "transmit")
 AT_SERVER = ("on_round_start", "aggregate", "on_server_update", "on_round_end")
-OF_LIGHTNING = (
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_client_end",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-    "on_validation_start",
-    "on_validation_batch_end",
-    "on_validation_epoch_end",
-    "on_validation_end",
-    "on_train_epoch_end",
-)
+LIGHTNINGS = """
+train_epoch_start train_batch_start client_end before_optimizer_step train_batch_end
+validation_start validation_batch_end validation_epoch_end validation_end train_epoch_end
+"""
+OF_LIGHTNING = tuple(f"on_{name}" for name in LIGHTNINGS.split())
 OTHERS = ("training_step", "validation_step", "first logger", "second logger", "spilling")
 PLACES = (*AT_SERVER, *LOCAL, *OF_LIGHTNING, *OTHERS)
-LINES = {
-    f"{Path(fl_lightning.__file__).parent}/{name}.py"
-    for name in (
-        "loop",
-        "aggregation/server_update",
-        "round/global_model",
-        "round/transaction",
-        "storage/client_rows",
-        "storage/run_state",
-        "storage/client_store",
-    )
-}
+FILES = """
+loop aggregation/server_update round/global_model round/transaction storage/client_rows
+storage/run_state storage/client_store
+"""
+LINES = {f"{Path(fl_lightning.__file__).parent}/{name}.py" for name in FILES.split()}
 
 
 class Broken(Exception):
@@ -265,10 +249,8 @@ def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
 
 class Case:
-    """A run of four rounds with these settings of the module.
-
-    ``methods`` are made anew for each Trainer.
-    """
+    """A run of four rounds with these settings of the module. ``methods`` are made anew for each
+    Trainer."""
 
     def __init__(
         self, methods: Callable[[], list[Any]], normed: bool = True, **settings: Any
@@ -304,10 +286,8 @@ class Case:
         return leavings(module, run, logged)
 
     def resumed(self, fuse: Fuse, folder: Path, lightnings: bool) -> dict[str, Any]:
-        """Broken, saved as the exception passes, by Lightning's callback or by an own one.
-
-        And resumed by others.
-        """
+        """Broken, saved as the exception passes, by Lightning's callback or by an own one. And
+        resumed by others."""
         keep: Callback = SavedOnException(folder / "own.ckpt")
         if lightnings:
             keep = ModelCheckpoint(

@@ -1,7 +1,5 @@
-"""A method as its author writes it.
-
-FedAvgM on a median of clipped updates, and clients chosen by their last loss.
-"""
+"""A method as its author writes it. FedAvgM on a median of clipped updates, and clients chosen by
+their last loss."""
 
 from __future__ import annotations
 

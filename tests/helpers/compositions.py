@@ -117,7 +117,6 @@ MADE: dict[str, Any] = {
 
 
 def given_or(value: Any) -> Any:
-    """A coefficient of the oracle as one of ours."""
     return Function(value) if callable(value) else value
 
 
@@ -217,17 +216,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "FedSAM": {"sam": 0.05},
     "FedGamma": {"sam": 0.05, "scaffold": "displacement"},
     "FedGamma + RI": {"sam": 0.05, "scaffold": "displacement", "beta": 0.1},
-    "FedSAM + RI": {"sam": 0.05, "beta": 0.1},
     "SCAFFOLD, gradient + RI": {"scaffold": "gradient", "beta": 0.1},
     "SCAFFOLD + RI, updates": {"scaffold": "displacement", "beta": 0.1, "aggregate": "updates"},
     "FedAvgM": {"server": ("sgdm", 0.7, 0.9)},
-    "FedAvgM + RI": {"server": ("sgdm", 0.7, 0.9), "beta": 0.1},
     "FedProx": {"mu": 0.1},
     "FedProx + RI": {"mu": 0.1, "beta": 0.1},
     "FedAdam": {"server": ("adam", 0.1, 0.9, 0.99, 1e-3)},
     "FedAdam + RI": {"server": ("adam", 0.1, 0.9, 0.99, 1e-3), "beta": 0.1},
     "FedYogi": {"server": ("yogi", 0.1, 0.9, 0.99, 1e-3)},
-    "FedYogi + RI": {"server": ("yogi", 0.1, 0.9, 0.99, 1e-3), "beta": 0.1},
     "FedAdagrad": {"server": ("adagrad", 0.1, 0.0, 0.0, 1e-3)},
     "FedAdagrad with momentum + RI": {"server": ("adagrad", 0.1, 0.9, 0.0, 1e-3), "beta": 0.1},
     "FedDyn": {"feddyn": 0.1},
@@ -237,10 +233,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "FedCM + RI": {"alpha": 0.1, "beta": 0.1},
     "FedCM + RI, updates": {"alpha": 0.1, "beta": 0.1, "aggregate": "updates"},
     "MoFedSAM": {"alpha": 0.1, "sam": 0.05},
-    "MoFedSAM + RI": {"alpha": 0.1, "sam": 0.05, "beta": 0.1},
     "FedSMOO": {"feddyn": 0.1, "fedsmoo": 0.1},
     "FedSMOO + RI": {"feddyn": 0.1, "fedsmoo": 0.1, "beta": 0.1},
-    "FedSMOO's ablation: FedDyn + FedSAM": {"feddyn": 0.1, "sam": 0.1},
     "FedSMOO's perturbation alone": {"fedsmoo": 0.1},
     "FedNova": {"fednova": True},
     "FedNova + RI": {"fednova": True, "beta": 0.1},
@@ -276,7 +270,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "flipped labels": {"attack": ("label_flip", None)},
     "alie": {"attack": ("alie", None)},
     "alie + geometric median": {"attack": ("alie", 1.5), "robust": {"rule": "geometric_median"}},
-    "alie + FedALS": {"attack": ("alie", 1.5), "parts": ALS},
     "FedSpeed": {"fedspeed": (0.1, 1.0, 0.1, True, "all")},
     "FedSpeed, mixed, + SCAFFOLD": {
         "fedspeed": (0.2, 0.75, 0.1, True, "all"),
@@ -290,11 +283,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "FedLESAM, last": {"lesam": 0.1, "lesam_source": "last"},
     "FedLESAM-S": {"lesam": 0.1, "scaffold": "displacement"},
     "FedLESAM-D + RI": {"lesam": 0.1, "feddyn": 0.1, "beta": 0.1},
-    "FedLESAM, schedule, + FedCM + FedProx": {
-        "lesam": lambda t: 0.1 * t,
-        "alpha": 0.3,
-        "mu": 0.1,
-    },
+    "FedLESAM, schedule, + FedCM + FedProx": {"lesam": lambda t: 0.1 * t, "alpha": 0.3, "mu": 0.1},
     "FedDC": {"scaffold": "displacement", "feddyn": 0.01},
     "FedExP": {"fedexp": (1e-3, True)},
     "FedExP, w, + SAM + RI": {"fedexp": (1e-4, False), "sam": 0.05, "beta": 0.1},
@@ -356,21 +345,16 @@ METHODS: dict[str, dict[str, Any]] = {
         "beta": 0.1,
     },
     "FedALS, momentum kept": {"parts": ALS, "momentum": 0.9, "keep_momentum": True},
-    "FedALS + SCAFFOLD": {"parts": ALS, "scaffold": "displacement"},
     "FedALS + SCAFFOLD, gradient": {"parts": ALS, "scaffold": "gradient"},
     "FedALS + SCAFFOLD + RI": {"parts": ALS, "scaffold": "displacement", "beta": 0.1},
-    "FedALS + RI": {"parts": ALS, "beta": 0.1},
     "FedALS + RI, updates": {"parts": ALS, "beta": 0.1, "aggregate": "updates"},
-    "FedALS + FedCM": {"parts": ALS, "alpha": 0.1},
     "FedALS + FedCM + RI, updates": {
         "parts": ALS,
         "alpha": 0.1,
         "beta": 0.1,
         "aggregate": "updates",
     },
-    "FedALS + FedDyn": {"parts": ALS, "feddyn": 0.1},
     "FedALS + FedDyn + RI": {"parts": ALS, "feddyn": 0.1, "beta": 0.1},
-    "FedALS + FedSAM": {"parts": ALS, "sam": 0.05},
     "FedALS + FedAdam": {"parts": ALS, "server": ("adam", 0.1, 0.9, 0.99, 1e-3)},
     "FedALS + FedAvgM": {"parts": ALS, "server": ("sgdm", 0.7, 0.9)},
     "schedules": {
@@ -462,17 +446,8 @@ MODERN: dict[str, dict[str, Any]] = {
     "Local AdamW + FedALS": {"modern": ADAM, **PARTS},
     "Local Muon + FedALS + RI": {"modern": {"muon": {}}, **PARTS, "beta": 0.1},
     "global direction + FedALS": {"modern": ADD, **PARTS},
-    "mixed direction + FedALS + SAM": {
-        "modern": {"direction": (0.7, "mix")},
-        **PARTS,
-        "sam": 0.05,
-    },
+    "mixed direction + FedALS + SAM": {"modern": {"direction": (0.7, "mix")}, **PARTS, "sam": 0.05},
     "FedSWA + SCAFFOLD + FedALS": {"modern": {"decay": 0.3}, **SCAFFOLD, **PARTS},
-    "FedMoSWA + FedALS": {
-        "modern": {"decay": 0.1},
-        **SCAFFOLD,
-        "scaffold_momentum": 0.4,
-        **PARTS,
-    },
+    "FedMoSWA + FedALS": {"modern": {"decay": 0.1}, **SCAFFOLD, "scaffold_momentum": 0.4, **PARTS},
     "Local AdamW + FedDyn + FedALS": {"modern": ADAM, "feddyn": 0.1, **PARTS},
 }

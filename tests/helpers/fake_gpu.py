@@ -1,11 +1,9 @@
 """A make-believe GPU: its tensors say ``cuda``, compute on the CPU, and refuse what CUDA refuses.
-
 Within ``fake_gpu()`` a whole ``Trainer(accelerator="gpu").fit`` runs, with real numbers. The
 context counts where the host waits (``syncs``), and finds memory that one stream reads or writes
 before another one is done with it (``races``, by ``fake_streams.py``). A CUDA graph records ATen
 calls, computes nothing while it is captured, and replays them. It does not show bits and speed of
-kernels, foreach optimizers, autocast's kernels, sparse tensors, or fragmented memory.
-"""
+kernels, foreach optimizers, autocast's kernels, sparse tensors, or fragmented memory."""
 
 from __future__ import annotations
 
@@ -218,12 +216,9 @@ class Graph:
 
 
 class Gpu(TorchDispatchMode):
-    """What happened on the make-believe GPU.
-
-    ``syncs``: (what, file:line) → how often. ``graphs``: how many were captured. ``underway``:
-    whether a failed capture has left the allocator in it. ``free``: bytes. ``streams``: who reads
-    and writes what.
-    """
+    """What happened on the make-believe GPU. ``syncs``: (what, file:line) → how often. ``graphs``:
+    how many were captured. ``underway``: whether a failed capture has left the allocator in it.
+    ``free``: bytes. ``streams``: who reads and writes what."""
 
     def __init__(self, index: int, free: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -34,11 +34,9 @@ class Stream:
 
 
 class Streams:
-    """``races``: (what, file:line) → how often; ``place`` gives the file and the line.
-
-    ``memory``: of each storage its write (stream, tick), and each stream's latest read. ``host``:
-    up to which call of each stream the host has waited.
-    """
+    """``races``: (what, file:line) → how often; ``place`` gives the file and the line. ``memory``:
+    of each storage its write (stream, tick), and each stream's latest read. ``host``: up to which
+    call of each stream the host has waited."""
 
     def __init__(self, place: Callable[[], str]) -> None:
         self.place = place

@@ -39,10 +39,8 @@ class Network(pl.LightningModule):
 
 
 class Quadratics(pl.LightningModule):
-    """Client i's loss is the oracle's f_i(w) = (w - b_i)' A_i (w - b_i) / 2.
-
-    Its samples are its number.
-    """
+    """Client i's loss is the oracle's f_i(w) = (w - b_i)' A_i (w - b_i) / 2. Its samples are its
+    number."""
 
     def __init__(self, problem: Quadratic, start: Vector) -> None:
         super().__init__()

@@ -154,10 +154,8 @@ def client_rows(module: FederatedModule) -> dict[Any, Tensor]:
 
 
 def by_hand(learner: Any, batches: Any, optimizer: Any = None) -> Any:
-    """The learner after a plain loop over the batches.
-
-    ``optimizer``: what makes one of its parameters; None: that of the learner itself.
-    """
+    """The learner after a plain loop over the batches. ``optimizer``: what makes one of its
+    parameters; None: that of the learner itself."""
     learner.log = lambda *_, **__: None
     made = learner.configure_optimizers() if optimizer is None else None
     own = made or optimizer(list(learner.parameters()))

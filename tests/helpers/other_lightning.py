@@ -1,7 +1,5 @@
-"""The suite under the other Lightning.
-
-``pytorch_lightning``, as tests import it, is ``lightning.pytorch``.
-"""
+"""The suite under the other Lightning. ``pytorch_lightning``, as tests import it, is
+``lightning.pytorch``."""
 
 from __future__ import annotations
 

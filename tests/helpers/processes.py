@@ -55,10 +55,8 @@ def grouped(target: Callable[..., None], world: int, *arguments: Any) -> None:
 
 
 def same_models_on_one_and_two(target: Callable[..., None], folder: Path) -> None:
-    """One and two processes leave the same bits.
-
-    ``target(folder, rank, world)`` saves ``<world>.pt``.
-    """
+    """One and two processes leave the same bits. ``target(folder, rank, world)`` saves
+    ``<world>.pt``."""
     for world in (1, 2):
         assert launched(target, world, folder) == [0] * world
     one = torch.load(folder / "1.pt")

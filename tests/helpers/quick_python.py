@@ -1,9 +1,7 @@
-"""What ``python`` of zygote.py starts: it hands its command to the process that forks.
-
-The child gets its files, folder and environment; signals reach it, and this ends as it does.
-Run as a script without ``site``: folder of the servers' sockets, which of them, and what follows
-``python`` on a command line.
-"""
+"""What ``python`` of zygote.py starts: it hands its command to the process that forks. The child
+gets its files, folder and environment; signals reach it, and this ends as it does. Run as a script
+without ``site``: folder of the servers' sockets, which of them, and what follows ``python`` on a
+command line."""
 
 from __future__ import annotations
 

@@ -38,10 +38,8 @@ def text_file(folder: Path, words: int = 3000) -> Path:
 
 
 def sentence_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
-    """Rows as MultiNLI's, of which the hypothesis tells the class.
-
-    Every eleventh without a label.
-    """
+    """Rows as MultiNLI's, of which the hypothesis tells the class. Every eleventh without a
+    label."""
     rng, rows = random.Random(seed), []
     for k in range(count):
         label = CLASSES[k % 3]
@@ -77,10 +75,8 @@ def opt(layers: int = 2, width: int = 16, **more: Any) -> dict[str, Any]:
 
 
 def opt_layer(width: int = 16) -> int:
-    """Parameters of one decoder layer.
-
-    Four projections, two norms, two linear layers of 2 width between.
-    """
+    """Parameters of one decoder layer. Four projections, two norms, two linear layers of 2 width
+    between."""
     h, f = width, 2 * width
     return 4 * (h * h + h) + 2 * 2 * h + (h * f + f) + (f * h + h)
 

@@ -1,14 +1,11 @@
-"""A process that has imported everything forks a child for each command, in milliseconds.
-
-Run as a script it is that process; those that run tests side by side share one. A command of
+"""A process that has imported everything forks a child for each command, in milliseconds. Run as a
+script it is that process; those that run tests side by side share one. A command of
 ``fl-lightning`` comes over a socket; ``<name>.pid`` and, when the command has ended,
-``<name>.status`` appear beside its output.
-
-Two further ones serve ``python``, an executable to be used in the place of ``sys.executable``:
-``python -c …``, ``python -m …`` and ``python FILE`` are forked from one that has imported this
-checkout. ``bare_python``, and ``python`` where PYTHONPATH leads to another checkout, are forked
-from one that has imported neither it nor Lightning, but what they depend on.
-"""
+``<name>.status`` appear beside its output. Two further ones serve ``python``, an executable to be
+used in the place of ``sys.executable``: ``python -c …``, ``python -m …`` and ``python FILE`` are
+forked from one that has imported this checkout. ``bare_python``, and ``python`` where PYTHONPATH
+leads to another checkout, are forked from one that has imported neither it nor Lightning, but what
+they depend on."""
 
 from __future__ import annotations
 
@@ -49,10 +46,8 @@ class Result:
 
 
 class Process:
-    """A command that runs, the leader of a process group.
-
-    ``pid``, ``kill``, ``wait``, its output so far.
-    """
+    """A command that runs, the leader of a process group. ``pid``, ``kill``, ``wait``, its output
+    so far."""
 
     def __init__(self, files: Path) -> None:
         self._files = files
@@ -255,11 +250,9 @@ def _serve() -> None:
 
 
 def remember_packages() -> None:
-    """Look once for what installed packages offer, which does not change here.
-
-    Every Trainer asks them for callbacks, and torch six times for backends as it joins processes;
-    the hooks of gradients are imported there too. What is forked afterwards has it all.
-    """
+    """Look once for what installed packages offer, which does not change here. Every Trainer asks
+    them for callbacks, and torch six times for backends as it joins processes; the hooks of
+    gradients are imported there too. What is forked afterwards has it all."""
     import importlib.metadata
 
     import torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook  # noqa: F401
@@ -279,12 +272,9 @@ def remember_packages() -> None:
 
 
 def _warm_up(loggers: Sequence[str]) -> None:
-    """Train for a round, and parse another command.
-
-    Parsers read signatures and docstrings, figures read fonts, and classes are asked for the first
-    time what they are instances of: a sixth of what a short run costs. What they found stays in
-    the process; what they set does not.
-    """
+    """Train for a round, and parse another command. Parsers read signatures and docstrings, figures
+    read fonts, and classes are asked for the first time what they are instances of: a sixth of what
+    a short run costs. What they found stays in the process; what they set does not."""
     import torch
     from pytorch_lightning.utilities.seed import isolate_rng
 
@@ -341,10 +331,8 @@ def _leave(work: Callable[[dict[str, Any]], int], command: dict[str, Any]) -> No
 
 
 def _serve_python(folder: Path, name: str) -> int:
-    """Serve ``python`` over a socket from a forked process, which ends with this one.
-
-    Gives its number.
-    """
+    """Serve ``python`` over a socket from a forked process, which ends with this one. Gives its
+    number."""
     listening = _listening(folder, name)
     parent = os.getpid()
     if server := os.fork():

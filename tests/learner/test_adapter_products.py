@@ -37,7 +37,6 @@ class Low(nn.Linear):
 
 
 def gated(layer: Low, x: Tensor, product: Tensor) -> Tensor:
-    """By a gate that is 1 at first, and trained."""
     return layer.gate * product
 
 
@@ -47,8 +46,6 @@ class Dropped(Low):
 
 
 class TwoLinear(nn.Module):
-    """Factors that are modules with a weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(6, 4), requires_grad=False)
@@ -93,8 +90,6 @@ def test_plain_products_are_accepted(layer: Callable[[], nn.Module], dtype: torc
 
 
 class Mixed(Low):
-    """Its weight is bfloat16, its factors are float32."""
-
     def forward(self, x: Tensor) -> Tensor:
         base = nn.functional.linear(x.bfloat16(), self.weight.bfloat16())
         return base.to(x.dtype) + self.added(x)

@@ -108,47 +108,6 @@ def test_pefts_are_found_inside_of_a_module_of_ones_own(peft: Any) -> None:
     check_untied(Layout(learner), "Flora")
 
 
-def test_the_addition_is_what_peft_merges(peft: Any) -> None:
-    config = peft.LoraConfig(r=2, lora_alpha=5, target_modules=["0"], use_rslora=True)
-    learner = Own(peft.get_peft_model(net(), config))
-    layout = Layout(learner)
-    (own,) = layout.adapters
-    parameters = dict(learner.named_parameters())
-    vector = torch.randn(layout.size)
-    for view, name in zip(layout.views(vector), layout, strict=True):
-        parameters[name].data = view.clone()
-    before = parameters[own.weight].data.clone()
-    a, b = own.matrices(vector)
-    learner.network.merge_adapter()
-    torch.testing.assert_close(parameters[own.weight].data, before + own.scale * b @ a)
-    assert own.scale == pytest.approx(5 / 2**0.5)
-
-
-def test_conv1d_of_gpt2_is_transposed(peft: Any) -> None:
-    transformers = pytest.importorskip("transformers", reason="pip install 'fl-lightning[text]'")
-    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 11, "n_positions": 8}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-    config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
-    (own,) = Layout(Own(peft.get_peft_model(model, config))).adapters
-    assert own.transposed and own.shapes == ((2, 8), (24, 2))
-
-
-def test_an_embeddings_factors_are_a_pair(peft: Any) -> None:
-    network = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3))
-    network.alias = network[1]  # a second path to one layer
-    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["0", "1"])
-    layout = Layout(Own(peft.get_peft_model(network, config)))
-    table, linear = layout.adapters
-    prefix = "network.base_model.model"
-    assert (table.a, table.b) == (
-        f"{prefix}.0.lora_embedding_A.default",
-        f"{prefix}.0.lora_embedding_B.default",
-    )
-    assert (table.shapes, table.rank, table.scale) == (((2, 7), (4, 2)), 2, 3.0)
-    assert linear.a == f"{prefix}.1.lora_A.default.weight"
-    assert layout.named("lora_B", "Fedsa") == [table.b, linear.b]
-
-
 @pytest.mark.parametrize(
     ("given", "says"),
     [

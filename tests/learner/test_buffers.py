@@ -17,10 +17,8 @@ QUEUE = 16
 
 
 class Remembering(Lit):
-    """As CrossBatchMemory: embeddings with their labels, in a queue.
-
-    And as SNGP: a sum over samples.
-    """
+    """As CrossBatchMemory: embeddings with their labels, in a queue. And as SNGP: a sum over
+    samples."""
 
     def __init__(self) -> None:
         super().__init__()

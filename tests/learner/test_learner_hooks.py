@@ -30,27 +30,12 @@ NOT_CALLED = {
     "train_dataloader": "the data module has the clients' samples",
     "lr_scheduler_step": "the scheduler is ignored, or stepped by client_scheduler",
 }
-NO_HOOKS = {  # what a learner uses, and Lightning does not call on it
-    *(
-        "optimizers",
-        "lr_schedulers",
-        "print",
-        "log",
-        "log_dict",
-        "all_gather",
-        "forward",
-        "manual_backward",
-    ),
-    *(
-        "toggle_optimizer",
-        "untoggle_optimizer",
-        "toggled_optimizer",
-        "clip_gradients",
-        "freeze",
-        "unfreeze",
-    ),
-    *("to_onnx", "to_torchscript", "to_tensorrt", "load_from_checkpoint"),
-}
+# what a learner uses, and Lightning does not call on it
+NO_HOOKS = """
+optimizers lr_schedulers print log log_dict all_gather forward manual_backward toggle_optimizer
+untoggle_optimizer toggled_optimizer clip_gradients freeze unfreeze to_onnx to_torchscript
+to_tensorrt load_from_checkpoint
+"""
 
 
 def hooks() -> set[str]:
@@ -62,7 +47,7 @@ def hooks() -> set[str]:
         for name, value in vars(cls).items()
         if callable(value) and name[0] != "_"
     }
-    return {name for name in named if name.islower()} - NO_HOOKS
+    return {name for name in named if name.islower()} - {*NO_HOOKS.split()}
 
 
 def recording(called: set[str]) -> Lit:

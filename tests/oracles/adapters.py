@@ -1,8 +1,6 @@
-"""Federated fine-tuning with adapters once more, in NumPy and without the package.
-
-A network of two layers, each W + s B A with a bias; masks of what clients train; and the servers of
-FedIT, FFA-LoRA, RoLoRA, FlexLoRA, HetLoRA, FLoRA, FedEx-LoRA and LoRA-FAIR.
-"""
+"""Federated fine-tuning with adapters once more, in NumPy and without the package. A network of two
+layers, each W + s B A with a bias; masks of what clients train; and the servers of FedIT, FFA-LoRA,
+RoLoRA, FlexLoRA, HetLoRA, FLoRA, FedEx-LoRA and LoRA-FAIR."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """What a client sends in place of its update (§ 20 J): quantisers, signs, random coordinates,
-matrices of low rank, and EF21.
-
-NumPy float64, plain loops over blocks, columns and coordinates where that is plainest; what is
-drawn follows from the keys of § 20 by NumPy's Philox, and from nothing of the package.
-"""
+matrices of low rank, and EF21. NumPy float64, plain loops over blocks, columns and coordinates
+where that is plainest; what is drawn follows from the keys of § 20 by NumPy's Philox, and from
+nothing of the package."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """The oracle of decentralised rounds: graphs, weights, Gossip, gradient tracking and push-sum in
-NumPy float64.
-
-Plain loops over clients and steps, written from the rule and from nothing of the package. D n is
-the section of the rule that a block follows, § 1 the methods page's order of a local step.
-"""
+NumPy float64. Plain loops over clients and steps, written from the rule and from nothing of the
+package. D n is the section of the rule that a block follows, § 1 the methods page's order of a
+local step."""
 
 from __future__ import annotations
 
@@ -277,10 +275,8 @@ def train(
 
 
 def run(problem: Problem, cfg: Config, rounds: int, w0: Vector, schedule: Schedule) -> list[Round]:
-    """Rounds 0 … rounds - 1; a round's schedule lists those that finish it alone.
-
-    Entry t holds what there is after round t (its ``w`` is w^{t+1}).
-    """
+    """Rounds 0 … rounds - 1; a round's schedule lists those that finish it alone. Entry t holds
+    what there is after round t (its ``w`` is w^{t+1})."""
     m, D = len(schedule.sizes), len(w0)
     shared = np.ones(D, dtype=bool) if cfg.keeps is None else ~cfg.keeps
     w = np.array(w0, dtype=np.float64)

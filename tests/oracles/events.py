@@ -1,7 +1,5 @@
 """Schedules of simulated systems by the letter of their rules, slowly: for comparison alone.
-
-Nothing of the package is imported: random numbers, times and events are computed anew.
-"""
+Nothing of the package is imported: random numbers, times and events are computed anew."""
 
 from __future__ import annotations
 

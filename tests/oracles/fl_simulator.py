@@ -1,8 +1,6 @@
-"""FL-Simulator's rules in NumPy float64, stated again from its files at commit 502bec655701.
-
-Its words are kept: ``params`` are models, ``h`` and ``mu`` duals, ``ratio`` its ``--active-ratio``.
-Nothing of the package is used, and no code of the simulator.
-"""
+"""FL-Simulator's rules in NumPy float64, stated again from its files at commit 502bec655701. Its
+words are kept: ``params`` are models, ``h`` and ``mu`` duals, ``ratio`` its ``--active-ratio``.
+Nothing of the package is used, and no code of the simulator."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Losses that look at models, §§ C, D and E of the further methods: MOON, FedNTD, FedLC.
-
-Of the two-layer network, by its backward pass written out; nothing is differentiated by a program.
-"""
+"""Losses that look at models, §§ C, D and E of the further methods: MOON, FedNTD, FedLC. Of the
+two-layer network, by its backward pass written out; nothing is differentiated by a program."""
 
 from __future__ import annotations
 
@@ -17,11 +15,9 @@ Matrix = Any
 
 @dataclass(frozen=True)
 class Looking:
-    """A client's loss in a round, with what its terms look at.
-
-    ``moon``: (μ, τ); ``fedntd``: (β, τ); ``fedlc``: (τ, whether the true class leaves the sum).
-    ``received``: w^t; ``last``: x_{i,K} of its latest round, w^t if none; ``counts``: N_{i,c}.
-    """
+    """A client's loss in a round, with what its terms look at. ``moon``: (μ, τ); ``fedntd``: (β,
+    τ); ``fedlc``: (τ, whether the true class leaves the sum). ``received``: w^t; ``last``: x_{i,K}
+    of its latest round, w^t if none; ``counts``: N_{i,c}."""
 
     net: TwoLayer
     received: Vector

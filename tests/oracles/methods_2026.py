@@ -1,8 +1,6 @@
-"""The methods added in 2026 once more, in NumPy float64 and without the package.
-
-Plain loops over rounds, clients and steps. A method changes the loop at a few places; several stand
-side by side. N2 to N11 are the sections of the page that has the rules.
-"""
+"""The methods added in 2026 once more, in NumPy float64 and without the package. Plain loops over
+rounds, clients and steps. A method changes the loop at a few places; several stand side by side. N2
+to N11 are the sections of the page that has the rules."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""The rules of 2023 to 2026 on the network TwoLayer, which the oracle's rounds call.
-
-Written from the papers' rules and from nothing of the package. A dictionary per component, absent
-where it is not there. Order of a local step: gradient, perturbation, mixing, corrections,
-clipping, preconditioning, direction, SGD at a rate of its own.
-"""
+"""The rules of 2023 to 2026 on the network TwoLayer, which the oracle's rounds call. Written from
+the papers' rules and from nothing of the package. A dictionary per component, absent where it is
+not there. Order of a local step: gradient, perturbation, mixing, corrections, clipping,
+preconditioning, direction, SGD at a rate of its own."""
 
 from __future__ import annotations
 
@@ -20,10 +18,8 @@ Components = Mapping[str, Any]
 
 
 class Modern:
-    """The components ``parts`` of a run from w0, with what clients and the server keep.
-
-    ``given``: the model of this round's clients; ``eta``: their rate; ``averaged``: coordinates.
-    """
+    """The components ``parts`` of a run from w0, with what clients and the server keep. ``given``:
+    the model of this round's clients; ``eta``: their rate; ``averaged``: coordinates."""
 
     given: Vector
     eta: float
@@ -259,11 +255,9 @@ class Modern:
             state["v"] = self.spread(self.server["second"])
         muon = parts.get("muon", {})
         start = muon.get("start", "zeros")
-        state["M"] = {
-            "zeros": zeros,
-            "averaged": self.server["M"],
-            "own": self.row("M", i, zeros),
-        }[start]
+        state["M"] = {"zeros": zeros, "averaged": self.server["M"], "own": self.row("M", i, zeros)}[
+            start
+        ]
         state["M_begun"] = state["M"]
         if "wmsam" in parts:
             a = self.server["mixing"]

@@ -1,10 +1,7 @@
 """The oracle: every federated method and composition in NumPy float64, one vector of D numbers a
-model.
-
-Plain loops over clients and steps, written from the papers' algorithms and from nothing of the
-package, so that a wrong implementation cannot agree with it. § n is the section of the methods page
-that a block follows.
-"""
+model. Plain loops over clients and steps, written from the papers' algorithms and from nothing of
+the package, so that a wrong implementation cannot agree with it. § n is the section of the methods
+page that a block follows."""
 
 from __future__ import annotations
 
@@ -183,10 +180,8 @@ def looking(
 def run(
     problem: Problem, config: Config, rounds: int, w0: Vector, schedule: Schedule
 ) -> list[Round]:
-    """Rounds 0 … rounds - 1 from w0.
-
-    Entry t holds what there is after round t (its `w` is w^{t+1}).
-    """
+    """Rounds 0 … rounds - 1 from w0. Entry t holds what there is after round t (its `w` is
+    w^{t+1})."""
     cfg, D, m = config, len(w0), len(schedule.sizes)
     network = problem
     modern = None

@@ -1,8 +1,5 @@
-"""DP-SGD at the clients once more, in NumPy float64 and without the package.
-
-Plain loops over rounds, clients, steps and samples. FedAvg, and beside it FedProx, SCAFFOLD and
-relaxed starts.
-"""
+"""DP-SGD at the clients once more, in NumPy float64 and without the package. Plain loops over
+rounds, clients, steps and samples. FedAvg, and beside it FedProx, SCAFFOLD and relaxed starts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Robust rules and attacks on the matrix of updates, in NumPy.
-
-§ 18 of the methods page, in plain loops.
-"""
+"""Robust rules and attacks on the matrix of updates, in NumPy. § 18 of the methods page, in plain
+loops."""
 
 from __future__ import annotations
 

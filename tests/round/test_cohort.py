@@ -69,10 +69,8 @@ def test_a_started_share_of_an_epoch_is_rounded_up_in_exact_decimals(
 def test_bernoulli_sampling_takes_each_client_with_its_probability(
     participation: Any, mean: float
 ) -> None:
-    """A fraction is taken as it is, not rounded to whole clients: 3.6 of 10.
-
-    Four standard errors of 4,000 rounds.
-    """
+    """A fraction is taken as it is, not rounded to whole clients: 3.6 of 10. Four standard errors
+    of 4,000 rounds."""
     drawn = cohort(participation=participation, sampling="bernoulli")
     assert (
         abs(sum(len(drawn.participants(t)) for t in range(4000)) / 4000 - mean)

@@ -13,8 +13,6 @@ from tests.helpers.learners import blobs, federated, trainer
 
 
 class Changing(FederatedCallback):
-    """Changes something in a hook of clients."""
-
     reads_evaluated = True
     first = ClientState(initial="initial_model", synchronised=False)
     n = ServerState(shape=(2,))
@@ -61,8 +59,6 @@ def test_a_vector_that_clients_share_is_not_changed_in_place(name: str, engine: 
 
 
 class Moving(FederatedCallback):
-    """Clients start beside w, so that each has a start of its own."""
-
     def on_local_start(self, clients: Any) -> None:
         clients.x += 0.1
 
@@ -102,8 +98,6 @@ def test_a_server_state_is_not_changed_in_place_by_clients(change: Any, engine: 
 
 
 class Summing(FederatedCallback):
-    """Changes the sum that it reads, and reads it again."""
-
     gone = Upload()
 
     def on_local_end(self, clients: Any) -> None:

@@ -1,7 +1,5 @@
-"""Hooks at the ends of a round: what clients get as w, and what is evaluated.
-
-Perturbations without a gradient, and draws by the seed.
-"""
+"""Hooks at the ends of a round: what clients get as w, and what is evaluated. Perturbations without
+a gradient, and draws by the seed."""
 
 from __future__ import annotations
 
@@ -13,11 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.callback import ClientState, FederatedCallback, ServerState
-from fl_lightning.callbacks import (
-    ClusteredModels,
-    CommunicationLogger,
-    ExtrapolatedStep,
-)
+from fl_lightning.callbacks import ClusteredModels, CommunicationLogger, ExtrapolatedStep
 from fl_lightning.errors import Diverged
 from fl_lightning.lab.contracts.federation import fit, outcome, quiet, require_same
 from fl_lightning.schedules import Steps
@@ -41,15 +35,11 @@ class Delta(FederatedCallback):
 
 
 class Looking(FederatedCallback):
-    """Clients start at what they were given."""
-
     def on_local_start(self, clients: Any) -> None:
         assert torch.equal(clients.x, clients.w.expand_as(clients.x))
 
 
 class Smoothed(FederatedCallback):
-    """An exponential mean of the models is evaluated."""
-
     mean = ServerState(initial="initial_model", synchronised=False)
 
     def evaluated(self, server: Any) -> Tensor:
@@ -150,8 +140,6 @@ def test_where_nobody_takes_part_states_and_w_stay(method: Any) -> None:
 
 
 class Blind(FederatedCallback):
-    """Shifts by a tenth, without a look at the gradient."""
-
     def perturbation(self, clients: Any) -> Tensor:
         return torch.full_like(clients.x, 0.1)
 

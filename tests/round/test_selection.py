@@ -1,7 +1,5 @@
-"""Who takes part by the choice of a method.
-
-From what the server knows, the same everywhere, kept for a resume.
-"""
+"""Who takes part by the choice of a method. From what the server knows, the same everywhere, kept
+for a resume."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ def test_a_method_chooses_from_committed_rows_and_its_choices_are_known_afterwar
         module.participants(4)
 
 
-def test_one_two_and_four_processes_choose_alike_and_leave_the_same_bits() -> None:
+def test_one_and_two_processes_choose_alike_and_leave_the_same_bits() -> None:
     def job(world: int) -> Outcome:
         module = fit([LeastMoved()], rounds=4, trainer={"strategy": "federated", "devices": world})
         return {**outcome(module), "chosen": torch.tensor(chosen(module, 4))}
@@ -68,7 +66,7 @@ def test_one_two_and_four_processes_choose_alike_and_leave_the_same_bits() -> No
     with quiet():
         alone = fit([LeastMoved()], rounds=4)
         plain = {**outcome(alone), "chosen": torch.tensor(chosen(alone, 4))}
-        for world in (2, 4):
+        for world in (2,):
             require_same(
                 plain,
                 in_processes(world, lambda world=world: job(world)),

@@ -14,7 +14,6 @@ from fl_lightning.record.description import line
 from fl_lightning.sampling import generator
 from fl_lightning.testing import tiny_run
 from tests.helpers.agreement import Run, near, same_bits, trained
-from tests.helpers.compositions import METHODS, methods, settings
 from tests.helpers.federation import Network
 
 BATCHES = [1, 2, 3, 1, 3, 2]  # of the tiny federation's clients an epoch
@@ -48,20 +47,7 @@ def test_scaffnew_in_every_engine() -> None:
     near(scaffnew("stacked", clients_at_once=3), reference)
 
 
-@pytest.mark.parametrize("name", ["FedLESAM", "FedSpeed", "FedSpeed as printed", "FedExP", "IFCA"])
-def test_recorded_steps_have_the_bits_of_those_that_are_not(name: str) -> None:
-    def case() -> Any:
-        return methods(settings("uniform", **METHODS[name])), {}
-
-    options: dict[str, Any] = {"rounds": 4, "learner": Network, "local_epochs": 2}
-    captured = trained(case(), "concurrent", workers=2, capture=True, **options)
-    assert captured.module.engine_facts["capture"] == "yes"
-    same_bits(captured, trained(case(), "sequential", **options))
-
-
 class Given(FederatedCallback):
-    """What a test wants."""
-
     def __init__(self, steps: Any) -> None:
         super().__init__()
         self.given = steps

@@ -17,8 +17,6 @@ ROUNDS = 5
 
 
 class OnDisk(Callback):
-    """No row stays in memory."""
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         pl_module.client_rows.store.budget_bytes = 0
 

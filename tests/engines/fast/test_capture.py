@@ -12,22 +12,14 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
+from fl_lightning import callbacks as c
 from fl_lightning.callback import ClientState, FederatedCallback, Scratch, Upload
-from fl_lightning.callbacks import (
-    ClientMomentum,
-    ControlVariates,
-    DynamicRegularization,
-    GlobalSharpnessAwareMinimization,
-    PartialAveraging,
-    ProximalTerm,
-    RelaxedInitialization,
-    SharpnessAwareMinimization,
-)
 from fl_lightning.engines import registry
 from fl_lightning.engines.fast.gpu_streams import Streams
 from fl_lightning.engines.fast.recording import Recording
 from fl_lightning.schedules import Exponential
 from tests.helpers.learners import Lit, Normed, momentum
+from tests.helpers.low_rank import LowRank
 from tests.helpers.replays import assert_same, ran, replayed
 
 
@@ -58,6 +50,12 @@ class Convolving(Lit):
         return loss
 
 
+class Adapter(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2] = LowRank(8, 4, 2, 1.5)
+
+
 class Counting(FederatedCallback):
     """State of every kind, changed in each step in place and by assignment."""
 
@@ -76,8 +74,6 @@ class Counting(FederatedCallback):
 
 
 class ByName(FederatedCallback):
-    """Treats clients differently by their number, in Python."""
-
     def on_local_gradient(self, clients: Any, gradient: Tensor) -> None:
         gradient.mul_(1 + clients.client_ids[0] / 10)
 
@@ -102,46 +98,50 @@ CASES: dict[str, tuple[type[Lit], Any, dict[str, Any]]] = {
     "adam": (Lit, lambda: [], {"client_optimizer": adam}),
     "adamw kept": (
         Lit,
-        lambda: [ControlVariates()],
+        lambda: [c.ControlVariates()],
         {"client_optimizer": adamw, "keep_optimizer_state": True},
     ),
     "clipping": (
         Lit,
-        lambda: [ProximalTerm(Exponential(0.5))],
+        lambda: [c.ProximalTerm(Exponential(0.5))],
         {"clip_norm": 0.5, "lr_decay": 0.9},
     ),
     "fedsmoo": (
         Normed,
-        lambda: [GlobalSharpnessAwareMinimization(0.05), DynamicRegularization()],
+        lambda: [c.GlobalSharpnessAwareMinimization(0.05), c.DynamicRegularization()],
         {},
     ),
-    "fedsam fedcm": (Lit, lambda: [SharpnessAwareMinimization(0.05), ClientMomentum()], {}),
+    "fedsam fedcm": (Lit, lambda: [c.SharpnessAwareMinimization(0.05), c.ClientMomentum()], {}),
     "scaffold fedinit": (
         Lit,
-        lambda: [ControlVariates(), RelaxedInitialization()],
+        lambda: [c.ControlVariates(), c.RelaxedInitialization()],
         {"weighting": "samples"},
     ),
-    "fedals scaffold": (Lit, lambda: [PartialAveraging(period=2), ControlVariates()], {}),
+    "fedals scaffold": (Lit, lambda: [c.PartialAveraging(period=2), c.ControlVariates()], {}),
     "own state": (Lit, lambda: [Counting()], {}),
     "by client": (Lit, lambda: [ByName()], {}),
+    "fedrep": (Normed, lambda: [c.AlternatingHead(0.5)], {}),
+    "ditto": (Lit, lambda: [c.ProximalPersonalModel()], {}),
+    "pfedme": (Lit, lambda: [c.MoreauEnvelope(inner_steps=2)], {}),
+    "fedlesam": (Lit, lambda: [c.LocallyEstimatedPerturbation(0.1)], {}),
+    "fedspeed": (Lit, lambda: [c.MixedAscent(0.1, 0.5, 0.1)], {}),
+    "rolora": (Adapter, lambda: [c.FactorSchedule(["B", "A"])], {}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_replays_leave_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, expected, _ = ran(*CASES[name], engine="sequential")
-    for workers in (1, 2):
-        module, found, engine = ran(*CASES[name], capture=True, workers=workers)
-        assert module.engine_facts["capture"] == "yes" and replayed(engine) > 100
-        assert_same(expected, found)
+    module, found, engine = ran(*CASES[name], capture=True, workers=2)
+    assert module.engine_facts["capture"] == "yes" and replayed(engine) > 100
+    assert_same(expected, found)
     # the GPU's engine, without streams, with more clients than workers
     monkeypatch.setattr(
         registry, "Threads", lambda workers, learner, note: Streams(workers, learner)
     )
-    for capture in (True, False):
-        _, found, engine = ran(*CASES[name], capture=capture, workers=3)
-        assert isinstance(engine, Streams) and (replayed(engine) if capture else 1) > 0
-        assert_same(expected, found)
+    _, found, engine = ran(*CASES[name], capture=True, workers=3)
+    assert isinstance(engine, Streams) and replayed(engine) > 0
+    assert_same(expected, found)
 
 
 class Remembering(FederatedCallback):
@@ -160,8 +160,6 @@ def test_methods_of_users_are_captured_when_asked_for_and_then_with_the_same_bit
 
 
 class Telling(FederatedCallback):
-    """Logs and uploads in each step; the last values count."""
-
     sent = Upload()
 
     def on_local_gradient(self, clients: Any, gradient: Tensor) -> None:
@@ -336,10 +334,8 @@ def test_a_product_that_is_copied_is_the_same_when_replayed(way: str) -> None:
 
 
 class Uneven(Lit):
-    """Parameters that begin anywhere in memory.
-
-    The last bits of a matrix product depend on where it is written.
-    """
+    """Parameters that begin anywhere in memory. The last bits of a matrix product depend on where
+    it is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,8 +346,6 @@ class Uneven(Lit):
 
 
 class Embedding(Lit):
-    """A sparse gradient."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table, self.net = nn.Embedding(4, 20, sparse=True), nn.Linear(20, 4)
@@ -362,21 +356,22 @@ class Embedding(Lit):
 
 
 class Elsewhere(FederatedCallback):
-    """Some clients start elsewhere than at w."""
-
     def on_local_start(self, clients: Any) -> None:
         if clients.client_ids[0] % 2:
             clients.x.mul_(0.9)
 
 
 ODD: dict[str, tuple[type[Lit], Callable[[], list[Any]]]] = {
-    "unaligned parameters": (Uneven, lambda: [ControlVariates()]),
+    "unaligned parameters": (Uneven, lambda: [c.ControlVariates()]),
     "unaligned parameters, twice": (
         Uneven,
-        lambda: [SharpnessAwareMinimization(0.05), ControlVariates()],
+        lambda: [c.SharpnessAwareMinimization(0.05), c.ControlVariates()],
     ),
-    "sparse gradients": (Embedding, lambda: [SharpnessAwareMinimization(0.05), ControlVariates()]),
-    "starts of their own": (Lit, lambda: [Elsewhere(), ProximalTerm(0.5), ControlVariates()]),
+    "sparse gradients": (
+        Embedding,
+        lambda: [c.SharpnessAwareMinimization(0.05), c.ControlVariates()],
+    ),
+    "starts of their own": (Lit, lambda: [Elsewhere(), c.ProximalTerm(0.5), c.ControlVariates()]),
 }
 
 

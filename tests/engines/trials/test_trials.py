@@ -43,7 +43,6 @@ def of_sizes(*sizes: int, **given: Any) -> InMemoryDataModule:
 
 
 def refusal(module: FederatedModule, data: InMemoryDataModule, rounds: int = 2) -> str:
-    """What ends the run, before anything began."""
     with pytest.raises(UserError) as caught:
         trainer(rounds).fit(module, data)
     assert module.run.loop is None
@@ -81,8 +80,6 @@ def test_a_client_of_one_sample_is_named(batch_size: int | None) -> None:
 
 
 class Unknowing(InMemoryDataModule):
-    """Batches that come made, so that nobody knows their sizes."""
-
     def client_batches(self, *args: Any, **arguments: Any) -> Any:
         return super().client_batches(*args, **arguments)
 
