@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import ClientState, FederatedCallback, Scratch, Upload, UserError
-from fl_lightning.callbacks import (
-    SharpnessAwareMinimization,
-)
+from fl_lightning.callbacks import SharpnessAwareMinimization
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
 

@@ -51,21 +51,16 @@ def test_a_copy_has_everything_and_shares_nothing(method: str, how: str) -> None
     before = {key: value.clone() for key, value in state(module).items()}
     twin = COPIES[how](module)
     found = state(twin)
-    assert found.keys() == before.keys() and all(
-        torch.equal(found[key], value) for key, value in before.items()
-    )
-    assert (
-        twin.settings == module.settings
-        and twin.global_model.learner is twin.learner
-        and twin.run.model is twin.global_model
-    )
+    assert found.keys() == before.keys()
+    assert all(torch.equal(found[key], value) for key, value in before.items())
+    assert twin.settings == module.settings and twin.global_model.learner is twin.learner
+    assert twin.run.model is twin.global_model
     fit, other = trainer(2, METHODS[method]()), trainer(2, METHODS[method]())
     again = copy.deepcopy(module)
     fit.fit(twin, blobs())
     other.fit(again, blobs())
-    assert torch.equal(twin.global_vector, again.global_vector) and not torch.equal(
-        twin.global_vector, before["w"]
-    )
+    assert torch.equal(twin.global_vector, again.global_vector)
+    assert not torch.equal(twin.global_vector, before["w"])
     assert all(torch.equal(value, before[key]) for key, value in state(module).items())
     assert torch.equal(twin.export().net[0].weight, twin.learner.net[0].weight)
 
@@ -134,9 +129,8 @@ def test_a_copied_store_reads_rows_wherever_they_lie(tmp_path: Any) -> None:
         twin = make(store)
         assert [float(twin.read("a", i)[0]) for i in range(4)] == [10.0, 11.0, 2.0, 3.0]
         twin.commit({"a": {0: torch.zeros(8)}})
-        assert float(store.read("a", 0)[0]) == 10.0 and torch.equal(
-            twin.read("b", 7), torch.ones(3)
-        )
+        assert float(store.read("a", 0)[0]) == 10.0
+        assert torch.equal(twin.read("b", 7), torch.ones(3))
         names = sorted(path.name for path in tmp_path.iterdir())
         assert names == sorted(path.name for path in tmp_path.iterdir()) and twin.names() == [
             "a",

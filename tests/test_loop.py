@@ -72,12 +72,7 @@ CASES = {
         moving, engine="sequential", server_optimizer=adaptive, weighting="samples", **OPTIMIZERS
     ),
     "concurrent": Case(
-        moving,
-        engine="concurrent",
-        workers=2,
-        capture=True,
-        server_optimizer=heavy,
-        **OPTIMIZERS,
+        moving, engine="concurrent", workers=2, capture=True, server_optimizer=heavy, **OPTIMIZERS
     ),
     "stacked": Case(
         moving,

@@ -57,13 +57,11 @@ def test_a_client_that_diverged_leaves_neither_rows_nor_logs_nor_buffers() -> No
     )
     run.fit(module, sized())
     rows = {client: int(row) for (_, client), row in client_rows(module).items()}
-    assert (
-        rows == {0: 2, 1: 2, 2: 2, 3: 1, 4: 2} and int(module.server_states["Counted.number"]) == 9
-    )
+    assert rows == {0: 2, 1: 2, 2: 2, 3: 1, 4: 2}
+    assert int(module.server_states["Counted.number"]) == 9
     assert float(run.callback_metrics["one"]) == (0 + 1 + 2 + 4) / 4
-    assert bool(module.learner.running_mean.isfinite().all()) and bool(
-        module.learner.running_mean.any()
-    )
+    assert bool(module.learner.running_mean.isfinite().all())
+    assert bool(module.learner.running_mean.any())
 
 
 class Losing(FederatedCallback):
@@ -115,12 +113,10 @@ def test_hooks_see_the_round_as_it_stands() -> None:
 
     module = federated(participation="all")
     trainer(2, [Watching()]).fit(module, sized())
-    assert torch.equal(seen["start"], seen["before"]) and torch.equal(
-        seen["start"], seen["w_before"]
-    )
-    assert torch.equal(seen["w"], module.global_vector) and torch.equal(
-        seen["evaluated"], seen["w"]
-    )
+    assert torch.equal(seen["start"], seen["before"])
+    assert torch.equal(seen["start"], seen["w_before"])
+    assert torch.equal(seen["w"], module.global_vector)
+    assert torch.equal(seen["evaluated"], seen["w"])
     assert not torch.equal(seen["w"], seen["w_before"]) and seen["round"] == 1
     assert seen["sent"]["down_parameters"] == 5 * module.layout.size
 
@@ -137,9 +133,8 @@ def test_what_was_logged_is_what_hooks_and_clients_said_and_how_long_it_took() -
     run.fit(federated(participation="all", lr_decay=0.5), sized())
     logged = run.callback_metrics
     assert float(logged["client"]) == 2.0 and float(logged["server"]) == 7.0
-    assert 0 < float(logged["time/round"]) < 600 and float(logged["client_lr"]) == pytest.approx(
-        0.1
-    )
+    assert 0 < float(logged["time/round"]) < 600
+    assert float(logged["client_lr"]) == pytest.approx(0.1)
 
 
 def test_what_a_hook_of_the_server_notes_is_a_warning_once() -> None:

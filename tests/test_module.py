@@ -16,11 +16,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from fl_lightning import FederatedCallback, FederatedModule, UserError
-from fl_lightning.callbacks import (
-    ControlVariates,
-    RelaxedInitialization,
-    RobustAggregation,
-)
+from fl_lightning.callbacks import ControlVariates, RelaxedInitialization, RobustAggregation
 from fl_lightning.datamodules import Dirichlet, InMemoryDataModule
 from tests.helpers.learners import Lit, Normed, blobs, client_rows, federated, trainer
 

@@ -43,11 +43,8 @@ def test_steps_hold_from_their_round_on() -> None:
 
 
 def test_a_number_decays_geometrically_and_a_schedule_is_its_value() -> None:
-    assert (
-        decay_factor(0.5, 0) == 1.0
-        and decay_factor(0.5, 3) == 0.125
-        and decay_factor(Steps({0: 0.3}), 2) == 0.3
-    )
+    assert decay_factor(0.5, 0) == 1.0 and decay_factor(0.5, 3) == 0.125
+    assert decay_factor(Steps({0: 0.3}), 2) == 0.3
     assert Exponential(2.0)(3) == 8.0 and Exponential(10.0)(400) == math.inf
 
 
@@ -78,7 +75,5 @@ def test_schedules_start_at_their_scale() -> None:
     assert [Exponential(0.9)(t) for t in (0, 2)] == pytest.approx([1.0, 0.81])
     cosine = Cosine(4, end=0.5, scale=0.2)
     assert [cosine(t) for t in (0, 2, 4, 9)] == pytest.approx([0.2, 0.15, 0.1, 0.1])
-    assert (
-        Exponential(2.0, scale=-1.0)(10_000) == -float("inf")
-        and Exponential(2.0, scale=0.0)(10_000) == 0
-    )
+    assert Exponential(2.0, scale=-1.0)(10_000) == -float("inf")
+    assert Exponential(2.0, scale=0.0)(10_000) == 0

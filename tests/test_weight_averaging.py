@@ -12,11 +12,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import (
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    WeightAveraging,
-)
+from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from torch import Tensor
 
 from fl_lightning import FederatedModule

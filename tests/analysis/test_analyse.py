@@ -48,15 +48,12 @@ def test_a_run_with_its_own_head_is_analysed_as_it_is_evaluated(cli: Cli) -> Non
         logged = {name: float(value) for name, value in list(csv.DictReader(file))[-1].items()}
     for name in ("top_eigenvalue", "trace", "trace_stderr", "norm"):
         assert ours[name] == pytest.approx(logged[f"hessian/{name}"], rel=1e-6)
-    assert ours["samples"] == 1438 and ours["loss"] == pytest.approx(
-        logged["global/train_loss"], rel=1e-6
-    )
+    assert ours["samples"] == 1438
+    assert ours["loss"] == pytest.approx(logged["global/train_loss"], rel=1e-6)
     with open(folder / "hessian.csv") as file:
         (row,) = csv.DictReader(file)
-    assert (
-        float(row["top_eigenvalue"]) == ours["top_eigenvalue"]
-        and (folder / "hessian.png").stat().st_size > 10_000
-    )
+    assert float(row["top_eigenvalue"]) == ours["top_eigenvalue"]
+    assert (folder / "hessian.png").stat().st_size > 10_000
     slice_ = ours["slice"]
     assert slice_["losses"][20] == ours["loss"] and slice_["steps"][20] == 0
 
@@ -121,11 +118,8 @@ def test_landscapes_of_two_runs_have_their_losses_in_the_middle(cli: Cli) -> Non
     assert float(sum(losses)) / 1438 == pytest.approx(found["runs"][0]["losses"][1][4], rel=1e-5)
     with open(cli.folder / "o/landscape.csv") as file:
         rows = list(csv.DictReader(file))
-    assert (
-        len(rows) == 50
-        and {row["run"] for row in rows} != {"a"}
-        and (cli.folder / "o/landscape.png").exists()
-    )
+    assert len(rows) == 50 and {row["run"] for row in rows} != {"a"}
+    assert (cli.folder / "o/landscape.png").exists()
 
 
 def test_directions_have_the_filters_norms() -> None:
@@ -145,9 +139,8 @@ def test_directions_have_the_filters_norms() -> None:
                 assert not d.any()
     assert abs(float(torch.cosine_similarity(first, second, dim=0))) < 0.1
     twice, _ = directions(layout, 2 * w, seed=3)
-    assert torch.allclose(twice, 2 * first) and not torch.equal(
-        directions(layout, w, seed=4)[0], first
-    )
+    assert torch.allclose(twice, 2 * first)
+    assert not torch.equal(directions(layout, w, seed=4)[0], first)
 
 
 @pytest.mark.parametrize(
@@ -158,10 +151,7 @@ def test_directions_have_the_filters_norms() -> None:
             "analyse none: this is neither a run's folder nor a checkpoint in one",
         ),
         (("hessian", "a", "b"), "2 runs were given"),
-        (
-            ("hessian", "a", "--samples", "few"),
-            "argument --samples: invalid",
-        ),
+        (("hessian", "a", "--samples", "few"), "argument --samples: invalid"),
         (("hessian", "a", "--probes", "1"), "--probes=1 is not accepted"),
         (("hessian", "empty"), "this run has no checkpoint yet"),
     ],

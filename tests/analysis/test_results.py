@@ -132,9 +132,8 @@ def test_plain_lines_and_the_closing_table(tmp_path: Path, capsys: Any, csv: boo
     lines = [line for line in err.splitlines() if line.startswith("round ")]
     assert 10 <= len(lines) <= 21 and "\r" not in err
     assert lines[0].startswith("round 3/47 · loss 0.3333 · accuracy 0.4000 · Δ 0.25 · ")
-    assert lines[-1].startswith("round 47/47 · loss 0.0213 · accuracy 0.4000 ") and lines[
-        -1
-    ].endswith("00:00 left")
+    assert lines[-1].startswith("round 47/47 · loss 0.0213 · accuracy 0.4000 ")
+    assert lines[-1].endswith("00:00 left")
     table = [" ".join(line.split()) for line in out.splitlines() if line.startswith("  ")]
     # Without metrics.csv the table has only the last round.
     best = "0.6000 (round 2)" if csv else "0.4000 (round 47)"
@@ -250,9 +249,8 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
     assert list(run.metrics) == ["train/loss", "val/acc"]
     assert run.config["model"] == {"participation": 0.1}
     row = run.client_state("Pull.last", 4)
-    assert (
-        row is not None and row.tolist() == [0, 1, 2] and run.client_state("Pull.last", 5) is None
-    )
+    assert row is not None and row.tolist() == [0, 1, 2]
+    assert run.client_state("Pull.last", 5) is None
     with pytest.raises(UserError, match=r"Did you mean 'Pull.last'"):
         run.client_state("Pull.lost", 4)
     with pytest.raises(KeyError, match="Did you mean 'val/acc'"):

@@ -64,10 +64,8 @@ def test_a_planted_factor_is_found_and_nothing_else(python: str, tmp_path: Path)
     status, printed, found = compared(
         python, ROOT, new, f"bits --only {names}", tmp_path / "found.json"
     )
-    assert (
-        status == 1
-        and "SCAFFOLD, captured: DIFFERENT: w, evaluated vector, server state Contr" in printed
-    )
+    assert status == 1
+    assert "SCAFFOLD, captured: DIFFERENT: w, evaluated vector, server state Contr" in printed
     words = {name: set(row.values()) for name, row in found["verdicts"]["bits"].items()}
     assert words == {"FedAvg": {"same"}, "SCAFFOLD": {"DIFFERENT"}, "FedALS+top-k": {"refused"}}
     assert len(found["verdicts"]["bits"]["FedAvg"]) == 9

@@ -219,6 +219,7 @@ def test_evaluating_writes_nothing_but_what_was_asked(finished: Cli) -> None:
     assert exported.keys() == last.keys() and all(torch.equal(exported[k], last[k]) for k in last)
 
 
+@pytest.mark.slow
 def test_a_run_of_several_processes_predicts_every_test_sample_in_order(cli: Cli) -> None:
     several = typed("-c trainer/ddp --trainer.accelerator cpu --trainer.max_epochs 1")
     done(cli("fit", "-c", "base", *several, "--trainer.enable_progress_bar", "false", *X))

@@ -93,14 +93,11 @@ class Partly(Classifier):
         return state
 
 
-@pytest.mark.parametrize("precision", ["32-true", "64-true"])
-def test_a_learner_whose_checkpoints_leave_weights_out_is_read(
-    precision: str, tmp_path: Path
-) -> None:
+def test_a_learner_whose_checkpoints_leave_weights_out_is_read(tmp_path: Path) -> None:
     module = FederatedModule(Partly(), participation=3, local_epochs=1, seed=1)
     data = Digits(num_clients=10, partition=Dirichlet(alpha=0.3), batch_size=20)
     kept = [RunFolder(tmp_path / "a")]
-    trainer(1, kept, enable_checkpointing=True, precision=precision).fit(module, data)
+    trainer(1, kept, enable_checkpointing=True, precision="64-true").fit(module, data)
     read = load(tmp_path / "a", learner=Partly()).learner
     for one, other in zip(read.parameters(), module.learner.parameters(), strict=True):
         assert torch.equal(one, other.to(one.dtype))
@@ -149,9 +146,7 @@ class Odd(FederatedCallback):
         super().__init__()
 
 
-def test_arguments_of_any_name_are_taken_and_those_without_one_are_left_out(
-    tmp_path: Path,
-) -> None:
+def test_arguments_of_any_name_are_taken_and_those_without_one_are_left_out(tmp_path: Path) -> None:
     round_list: list[Any] = []
     round_list.append(round_list)
     made = [(Odd(cls=1), []), (Odd(1, 2), ["*others"]), (Odd(1, held=round_list), ["held"])]

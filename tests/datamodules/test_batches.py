@@ -102,19 +102,14 @@ def test_types_and_scale():
     y = np.arange(16, dtype=np.int32)
     data = InMemoryDataModule((images, y), clients=[np.arange(16)], batch_size=16)
     (x, labels), _ = next(data.full_batches(0))
-    assert (
-        x.dtype == torch.float32
-        and labels.dtype == torch.int64
-        and data.train_set.x.dtype == torch.uint8
-    )
+    assert x.dtype == torch.float32 and labels.dtype == torch.int64
+    assert data.train_set.x.dtype == torch.uint8
     torch.testing.assert_close(x, images / 255)
     normalised = TensorSamples(images.expand(16, 2, 4, 4), y, 255.0, (0.5, 0.2), (0.25, 0.1))
     (x, _) = next(normalised.batches(np.arange(16), 16))
     torch.testing.assert_close(x[:, 1:], (images / 255 - 0.2) / 0.1)
-    assert (
-        seen(numbered(), 0, 0, 1)
-        and next(numbered().client_batches(0, 0, 1))[0].dtype == torch.float64
-    )
+    assert seen(numbered(), 0, 0, 1)
+    assert next(numbered().client_batches(0, 0, 1))[0].dtype == torch.float64
     tokens = InMemoryDataModule(
         (torch.zeros(4, 3, dtype=torch.int64), torch.rand(4)), clients=[[0, 1]]
     )
@@ -348,14 +343,11 @@ def test_artefacts_show_clients_and_classes():
         partition=Dirichlet(0.1, replacement=True, samples_per_client=3), num_clients=5000, seed=0
     )
     axes = many.plot_partition().axes[0]
-    assert axes.images[0].get_array().shape == (200, 10) and "first 200 of 5,000" in axes.get_title(
-        "left"
-    )
+    assert axes.images[0].get_array().shape == (200, 10)
+    assert "first 200 of 5,000" in axes.get_title("left")
     assert "4,980 more clients" in many.partition_table()
-    assert (
-        data.card()["partition"] == "Dirichlet(alpha=0.1)"
-        and data.partition_hash in data.card().values()
-    )
+    assert data.card()["partition"] == "Dirichlet(alpha=0.1)"
+    assert data.partition_hash in data.card().values()
 
 
 SIZES = [9, 8, 3, 1, 12]

@@ -523,10 +523,8 @@ def test_all_three_hooks_come_in_lightnings_order_and_replace_each_other():
 
     batch = next(of_raw(Three()).client_batches(0, 0, 1))
     assert batch[2:] == ["before", "cpu", "after"]
-    assert (
-        of_raw(Three()).transfer_hooks == Three.order
-        and of_raw(Raw()).transfer_hooks == Three.order[2:]
-    )
+    assert of_raw(Three()).transfer_hooks == Three.order
+    assert of_raw(Raw()).transfer_hooks == Three.order[2:]
 
 
 @pytest.mark.parametrize(
@@ -541,11 +539,8 @@ def test_hooks_get_the_batch_where_lightning_would_give_it(made, hook):
     kind = type("Seeing", (InMemoryDataModule if made == "memory" else FromDatasets,), {hook: see})
     data = kind(clean() if made == "memory" else TensorDataset(*clean()), num_clients=2)
     (x, y), *_ = data.client_batches(0, 0, 1, device=torch.device("meta"))
-    assert (
-        x.is_meta
-        and y.is_meta
-        and data.seen == ("meta" if hook == "on_after_batch_transfer" else "cpu")
-    )
+    assert x.is_meta and y.is_meta
+    assert data.seen == ("meta" if hook == "on_after_batch_transfer" else "cpu")
 
 
 def test_hooks_of_a_subclass_of_ours_are_honoured_and_spared_the_token():

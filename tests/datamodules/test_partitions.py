@@ -156,10 +156,8 @@ def test_a_partition_of_ones_own():
     data = InMemoryDataModule(
         (np.zeros((7, 1)), np.zeros(7)), partition=EverySoMany(1), num_clients=2
     )
-    assert (
-        data.client_indices(0).tolist() == [1, 3, 5]
-        and data.card()["partition"] == "EverySoMany(first=1)"
-    )
+    assert data.client_indices(0).tolist() == [1, 3, 5]
+    assert data.card()["partition"] == "EverySoMany(first=1)"
 
 
 @pytest.mark.parametrize(
@@ -303,9 +301,8 @@ def test_the_concentration_is_that_of_each_class() -> None:
 
 def test_dealing_out_takes_each_sample_once_and_of_a_class_in_its_own_order() -> None:
     clients = Dirichlet(0.3).split(LABELS, 4, 5)
-    assert [len(c) for c in clients] == [25] * 4 and sorted(np.concatenate(clients)) == list(
-        range(100)
-    )
+    assert [len(c) for c in clients] == [25] * 4
+    assert sorted(np.concatenate(clients)) == list(range(100))
     for c, label in enumerate((1, 4, 7)):
         order = generator(5, "partition-stock", c).permutation(np.flatnonzero(label == LABELS))
         dealt = [i for client in clients for i in client if LABELS[i] == label]
@@ -326,10 +323,8 @@ def test_a_class_that_is_used_up_is_left_out_and_the_rest_are_drawn_as_before() 
         more = np.minimum(rng.multinomial(left, q), stock - taken)
         taken, left, turns = taken + more, left - more.sum(), turns + 1
     (client,) = Dirichlet(0.2, samples_per_client=60).split(LABELS, 1, 11)
-    assert (
-        turns > 1
-        and [int((LABELS[client] == label).sum()) for label in (1, 4, 7)] == taken.tolist()
-    )
+    assert turns > 1
+    assert [int((LABELS[client] == label).sum()) for label in (1, 4, 7)] == taken.tolist()
 
 
 def test_classes_are_drawn_for_each_client_in_equal_proportions() -> None:

@@ -48,10 +48,8 @@ def test_windows_are_the_text_each_client_a_part_of_it_and_the_end_is_the_test_s
     assert cut - 20 <= start + 1 <= cut and max(data.client_sizes()) - min(data.client_sizes()) <= 1
     assert data.test_set is not None
     ((x, _),) = data.test_set.batches(np.arange(len(data.test_set)), 10**6)
-    assert (
-        text[cut:].startswith("".join(decoded(window[:-1]) for window in x))
-        and len(x) == (len(text) - cut - 1) // 20
-    )
+    assert text[cut:].startswith("".join(decoded(window[:-1]) for window in x))
+    assert len(x) == (len(text) - cut - 1) // 20
 
 
 def test_bytes_of_other_letters(tmp_path: Path) -> None:
@@ -129,12 +127,8 @@ def test_a_tokenizer_in_a_local_folder(tmp_path: Path) -> None:
     pairs = TextClassification(tmp_path, tokenizer=folder, length=6, seed=0)
     pairs.setup()
     x, _ = pairs.one_batch(0, 1)
-    assert (
-        x.shape == (1, 6)
-        and (x >= 0).all()
-        and pairs.vocabulary is not None
-        and int(x.max()) < pairs.vocabulary
-    )
+    assert x.shape == (1, 6) and (x >= 0).all() and pairs.vocabulary is not None
+    assert int(x.max()) < pairs.vocabulary
     text = text_file(tmp_path).read_text().split()
     words = LanguageModelling(
         tmp_path, tokenizer=folder, length=8, num_clients=1, test_fraction=0.0, seed=0

@@ -116,20 +116,16 @@ def test_a_client_s_own_model_is_not_made_of_the_server_s_alone(tmp_path: Path) 
         over.export(client=took_part)
 
 
-@pytest.mark.parametrize("carrier", [InMemoryTransport, Restarted])
 @pytest.mark.parametrize("name", CASES)
-def test_clients_are_measured_as_in_the_simulation(
-    name: str, carrier: type[InMemoryTransport], tmp_path: Path
-) -> None:
-    """Also where each message finds a site that was started again."""
+def test_clients_are_measured_as_in_the_simulation(name: str, tmp_path: Path) -> None:
+    """Each message finds a site that was started again."""
     methods, given = CASES[name]
     options = {**OPTIONS, **given}
     metrics: list[dict[str, float]] = []
     simulated = trained(methods(), 4, metrics, root=tmp_path / "simulated", **options)
     sites, run = tmp_path / "sites", tmp_path / "over"
-    over, seen, _ = over_sites(
-        methods, sites, carrier=carrier, rounds=4, timeout=60, root=run, **options
-    )
+    given = {"carrier": Restarted, "rounds": 4, "timeout": 60, "root": run, **options}
+    over, seen, _ = over_sites(methods, sites, **given)
     parts = name == "fedals"
     assert own_metrics(metrics, parts) == own_metrics(seen, parts)
     assert sum(name.startswith("clients/") for name in seen[-1]) >= 12
@@ -139,10 +135,9 @@ def test_clients_are_measured_as_in_the_simulation(
     check_same(simulated, over, sites, whole=name != "fedals")
 
 
-@pytest.mark.parametrize("at", [1, 2])
-def test_a_site_that_is_killed_while_it_measures_is_asked_again(at: int, tmp_path: Path) -> None:
+def test_a_site_that_is_killed_while_it_measures_is_asked_again(tmp_path: Path) -> None:
     methods, options = CASES["fedals"][0], OPTIONS
-    wrap = KilledOnce(at, "evaluated")
+    wrap = KilledOnce(2, "evaluated")
     simulated = trained(methods(), 4, [], root=tmp_path / "simulated", **options)
     sites, run = tmp_path / "sites", tmp_path / "over"
     over, _, carried = over_sites(methods, sites, rounds=4, wrap=wrap, root=run, **options)
@@ -217,12 +212,12 @@ def deaf(message: Message) -> bool:
 def test_clients_whose_site_is_away_are_left_out_of_the_round_and_told(tmp_path: Path) -> None:
     methods, _ = CASES["fedals"]
     root = tmp_path / "over"
-    options = {"timeout": 20, "rounds": 3, "carrier": losing(deaf), "root": root, **OPTIONS}
+    options = {"timeout": 5, "rounds": 3, "carrier": losing(deaf), "root": root, **OPTIONS}
     over, _, _ = over_sites(methods, tmp_path / "sites", **options)
     notes = [note for note in over.notes if "left out of clients/" in note]
     assert notes == [
         "round 1: clients [1, 2, 7] are left out of clients/…: their sites did not answer within "
-        "timeout=20 s"
+        "timeout=5 s"
     ]
     lines = (root / "clients_rounds.csv").read_text("utf-8").split()[1:]
     rows = [tuple(map(int, line.split(",")[:2])) for line in lines]

@@ -38,14 +38,8 @@ def test_only_private_keys_are_private_and_each_is_in_one_place(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("address", "name", "authority", "accepted"),
     [
-        *(
-            ("10.0.0.5", name, "keys", True)
-            for name in ("10.0.0.5", "localhost", "127.0.0.1", "::1")
-        ),
-        *(
-            (name, name, "keys", True)
-            for name in ("2001:db8::1", "server.example.org", "127.0.0.1")
-        ),
+        *(("10.0.0.5", name, "keys", True) for name in ("10.0.0.5", "localhost", "::1")),
+        *((name, name, "keys", True) for name in ("2001:db8::1", "server.example.org")),
         *(("10.0.0.5", name, "keys", False) for name in ("10.0.0.6", "server.example.org")),
         ("10.0.0.5", "10.0.0.5", "other", False),
     ],

@@ -265,6 +265,6 @@ def test_no_field_of_a_question_changes_a_site_that_refuses_it(wrong: Wrong) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 @given(data=st.data())
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 def test_no_field_of_a_question_in_many_more_tries(run: str, data: st.DataObject) -> None:
     check(data.draw(wrong_questions(run)))

@@ -194,11 +194,7 @@ def test_a_method_without_a_server_is_refused_before_a_site_trains(
 
     with pytest.raises(UserError, match=f"{method.__name__} has no server, and sites send"):
         over_sites(
-            lambda: [method(), Began()],
-            tmp_path,
-            rounds=1,
-            participation="all",
-            buffers="own",
+            lambda: [method(), Began()], tmp_path, rounds=1, participation="all", buffers="own"
         )
     assert not began
 
@@ -225,9 +221,7 @@ def test_all_packaged_methods_pass_or_are_named() -> None:
             refuse_methods([method])
 
 
-def test_a_client_of_two_sites_is_refused_and_so_is_a_folder_of_another_run(
-    tmp_path: Path,
-) -> None:
+def test_a_client_of_two_sites_is_refused_and_so_is_a_folder_of_another_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="two sites, east and west, have client 3"):
         over_sites(list, tmp_path, shares={"east": [0, 3], "west": [3, 4]}, rounds=1)
     with pytest.raises(UserError, match="there is no client 9; the data have 9, 0 to 8"):

@@ -341,7 +341,12 @@ def test_what_came_from_outside_is_one_line_without_control_characters(tmp_path:
     question = Message("=1+\x1b[2J\nround", numbers={"round": 1e308})
     answer = Message("trained", numbers={"0/log/a\x1b[2J\n\u202eb": 1.5})
     answer.arrays["0/counts"] = np.zeros(8, np.int64)
-    what_leaves.note(tmp_path, question, answer)
+    before = os.umask(0o022)
+    try:
+        what_leaves.note(tmp_path, question, answer)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "left.csv").stat().st_mode & 0o777 == 0o600, "only its owner reads it"
     text = (tmp_path / "left.csv").read_text("utf-8")
     assert text.count("\n") == 2 and text.replace("\n", "").isprintable()
     (line,) = lines_of(tmp_path)
@@ -381,20 +386,6 @@ def test_a_site_that_cannot_note_its_answer_sends_a_fixed_text(
         assert said(answer.arrays["text"]) == UNNOTED
     printed = capsys.readouterr().err
     assert "left.csv cannot be written (Is a directory)" in printed and "Meier" in printed
-
-
-def test_only_the_owner_reads_the_files_of_a_site(tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        what_leaves.note(tmp_path, Message("hello"), Message("whole", numbers={"base": 1}))
-        (tmp_path / "config.yaml").write_text("data: Digits\n", "utf-8")
-        settings = NodeSettings({"site": "away.yaml", "folder": str(tmp_path)})
-        with pytest.raises(UserError):
-            Resident(tmp_path, settings, 1).ask(packed(Message("hello", numbers={"m": 3})))
-    finally:
-        os.umask(before)
-    modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in ("left.csv", "site.log")}
-    assert modes == {"left.csv": 0o600, "site.log": 0o600}
 
 
 CELL = "Jane Roe 1961-02-03"

@@ -461,7 +461,7 @@ def test_a_site_that_loses_every_message_is_wrong_in_the_end(tmp_path: Path) -> 
     )
 
 
-FAST, WHOLE_TIER = 100, 200  # examples in the fast tier; in the whole tier, per run
+FAST, WHOLE_TIER = 100, 120  # examples in the fast tier; in the whole tier, per run
 
 
 @given(st.sampled_from([*RUNS]).flatmap(lies))

@@ -116,12 +116,10 @@ def measured(
 def test_eigenvalue_and_trace_are_those_of_the_exact_hessian(case: str) -> None:
     found, problem = measured(case)
     values = np.linalg.eigvalsh(exact(*problem))
-    assert len(values) <= 300 and found.norm == pytest.approx(
-        float(problem[2].double().norm()), rel=1e-6
-    )
-    assert (
-        found.top_eigenvalue == pytest.approx(values[-1], rel=1e-3) and found.top_residual <= 1.1e-3
-    )
+    assert len(values) <= 300
+    assert found.norm == pytest.approx(float(problem[2].double().norm()), rel=1e-6)
+    assert found.top_eigenvalue == pytest.approx(values[-1], rel=1e-3)
+    assert found.top_residual <= 1.1e-3
     assert abs(found.trace - values.sum()) <= min(3 * found.trace_stderr, 0.05 * abs(values.sum()))
     if case.startswith("negative"):
         assert abs(values[0]) > 2 * values[-1] > 0

@@ -72,14 +72,11 @@ def test_mean_loss_logs_and_gradient_are_those_of_all_samples_at_once() -> None:
         float((out.argmax(1) == y).double().mean()), abs=1e-7
     )
     assert measured.logged["train/loss"] == pytest.approx(float(loss), rel=1e-12)
-    assert measured.gradient is not None and torch.allclose(
-        measured.gradient, gradient, rtol=1e-11, atol=1e-14
-    )
+    assert measured.gradient is not None
+    assert torch.allclose(measured.gradient, gradient, rtol=1e-11, atol=1e-14)
     elsewhere = found.mean(w + 0.1, samples_of(data)).loss
-    assert (
-        abs(elsewhere - measured.loss) > 1e-3
-        and found.mean(w, samples_of(data)).loss == measured.loss
-    )
+    assert abs(elsewhere - measured.loss) > 1e-3
+    assert found.mean(w, samples_of(data)).loss == measured.loss
 
 
 def test_samples_that_several_clients_hold_count_as_often() -> None:
@@ -137,11 +134,8 @@ def test_batches_fit_into_memory() -> None:
     found, w = evaluator(Lit(hidden=64), data)
     samples = samples_of(data)
     sizes = [found.size(w, samples, graph_bytes) for graph_bytes in (0, 2**18, 2**17)]
-    assert (
-        sizes[0] == 1000
-        and 1 < sizes[2] < sizes[1] < 1000
-        and sizes[1] == pytest.approx(2 * sizes[2], abs=1)
-    )
+    assert sizes[0] == 1000 and 1 < sizes[2] < sizes[1] < 1000
+    assert sizes[1] == pytest.approx(2 * sizes[2], abs=1)
     batches = [n for share in found.shares(samples, 50) for _, n in share()]
     assert batches[:-1] == [50] * (len(batches) - 1) and sum(batches) == data.client_sizes().sum()
 
@@ -176,7 +170,6 @@ def test_a_run_sees_nothing_of_it() -> None:
     logged = dict(module.trainer.callback_metrics)
     module.evaluator().mean(module.evaluated_vector + 1, samples_of(data), gradient=True)
     assert all(torch.equal(v, state[k]) for k, v in module.learner.state_dict().items())
-    assert torch.equal(metric, module.learner.acc.tp) and torch.equal(
-        drawn_before, torch.get_rng_state()
-    )
+    assert torch.equal(metric, module.learner.acc.tp)
+    assert torch.equal(drawn_before, torch.get_rng_state())
     assert logged == dict(module.trainer.callback_metrics) and module.learner.training

@@ -97,10 +97,8 @@ def test_every_logger_gets_one_flat_dict(tmp_path: Path) -> None:
     assert all(isinstance(value, str | int | float | bool) for value in told.values())
     assert of_tensorboard(Path(loggers[1].log_dir))["learner"] == "Lit"
     card = (tmp_path / "card.md").read_text()
-    assert (
-        "| learner | Lit, 154 trained parameters |" in card
-        and "| data | InMemoryDataModule |" in card
-    )
+    assert "| learner | Lit, 154 trained parameters |" in card
+    assert "| data | InMemoryDataModule |" in card
 
 
 class Holding(FederatedCallback):

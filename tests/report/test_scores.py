@@ -101,24 +101,12 @@ def test_what_was_not_measured_is_left_out_and_rounds_stay_rounds(tmp_path: Path
         "time/round": [1.0] * 7 + [None],
     }
     run = read_run(make_run(tmp_path / "x", "a", 0, columns))
-    assert reached(run, "val/acc", 0.6) == {
-        "rounds": 6,
-        "bytes": 60,
-        "gradients": None,
-        "seconds": 6.0,
-    }
-    assert reached(run, "val/acc", 0.7) == {
-        "rounds": 8,
-        "bytes": None,
-        "gradients": None,
-        "seconds": None,
-    }  # not known, so not said
-    assert scores(run.column("val/acc")[[1, 5, 7]]) == {
-        "last10": 0.5,
-        "smoothed": 0.8,
-        "last": 0.8,
-        "max": 0.8,
-    }
+    known = {"bytes": 60, "gradients": None, "seconds": 6.0}
+    assert reached(run, "val/acc", 0.6) == {"rounds": 6, **known}
+    # What is not known is not said.
+    assert reached(run, "val/acc", 0.7) == {"rounds": 8, **dict.fromkeys(known)}
+    expected = {"last10": 0.5, "smoothed": 0.8, "last": 0.8, "max": 0.8}
+    assert scores(run.column("val/acc")[[1, 5, 7]]) == expected
 
 
 def test_no_value_no_score() -> None:

@@ -192,15 +192,6 @@ def test_one_process_takes_up_what_two_began(tmp_path: Path, uninterrupted: Any)
     assert_same(tmp_path, uninterrupted, exact_metrics=False)
 
 
-def test_segments_that_no_checkpoint_needs_are_deleted(tmp_path: Path) -> None:
-    assert launch(tmp_path) == [0]
-    held = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["federated"][
-        "clients"
-    ]
-    needed = {int(s) for entry in held.values() for s in entry["segments"]}
-    assert len(needed) == len(list((tmp_path / "state").glob("*.safetensors")))
-
-
 def odd_clients(folder: Path, rank: int, world: int) -> None:
     """Participants that the first process owns none of, with optimizer state and a state of their
     own."""

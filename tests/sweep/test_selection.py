@@ -43,6 +43,7 @@ def chosen(folder: Path, metric: str, arms: Mapping[str, Tried]) -> dict[str, An
     return {arm: choice["lr"] for arm, choice in choose(folder, selection, found, states).items()}
 
 
+ZEROS, HALVES, LATE = [(DONE, [0.0] * 3)], [(DONE, [0.5] * 3)], [0.1, 0.1, INF]
 BELOW_0 = {"1e6": [(DIVERGED, [-9e9])], "1e-4": [(DONE, [-0.7] * 3)], "0": [(DIVERGED, [])]}
 
 
@@ -53,19 +54,9 @@ BELOW_0 = {"1e6": [(DIVERGED, [-9e9])], "1e-4": [(DONE, [-0.7] * 3)], "0": [(DIV
         ("val/r2", BELOW_0, {"1e6": "", "1e-4": "-0.7", "0": ""}),
         ("val/my_elbo", BELOW_0, {"1e6": "", "1e-4": "-0.7", "0": ""}),
         # a lost run is no equal of one that scores 0
-        (
-            "val/acc",
-            {"1e6": [(DIVERGED, [0.4])], "1e-4": [(DONE, [0.0] * 3)]},
-            {"1e6": "0.0", "1e-4": "0.0"},
-        ),
-        *(
-            (
-                "val/loss",
-                {"0.02": [(DONE, values)], "1e-4": [(DONE, [0.5] * 3)]},
-                {"0.02": "", "1e-4": "0.5"},
-            )
-            for values in ([INF] * 3, [NAN] * 3, [0.1, 0.1, INF])
-        ),
+        ("val/acc", {"1e6": [(DIVERGED, [0.4])], "1e-4": ZEROS}, {"1e6": "0.0", "1e-4": "0.0"}),
+        ("val/loss", {"0.02": [(DONE, [NAN] * 3)], "1e-4": HALVES}, {"0.02": "", "1e-4": "0.5"}),
+        ("val/loss", {"0.02": [(DONE, LATE)], "1e-4": HALVES}, {"0.02": "", "1e-4": "0.5"}),
     ],
 )
 def test_a_candidate_that_has_lost_is_not_chosen(
