@@ -1,7 +1,4 @@
-"""The callbacks of a run as one thing.
-
-Who may have which hook, in what order, and what a hook may return.
-"""
+"""The callbacks of a run as one thing."""
 
 from __future__ import annotations
 
@@ -152,11 +149,7 @@ def test_each_hook_is_called_on_each_callback_in_the_order_of_the_list() -> None
 @pytest.mark.parametrize(
     ("hook", "returned", "words"),
     [
-        (
-            "on_local_gradient",
-            torch.zeros(3),
-            r"shape \(3,\); it has to return a tensor of shape \(1, 204\)",
-        ),
+        ("on_local_gradient", torch.zeros(3), r"shape \(3,\); it has to return a tensor of sh"),
         ("on_local_gradient", 1.0, r"returned 1\.0"),
         ("on_local_start", True, "returned True; it has to return nothing"),
         ("on_local_step_end", 3, "returned 3; it has to return nothing"),

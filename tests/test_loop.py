@@ -1,7 +1,4 @@
-"""The end of a round is atomic.
-
-Broken off anywhere and taken up again, a run leaves the bits of one that was not.
-"""
+"""The end of a round is atomic."""
 
 from __future__ import annotations
 
@@ -156,9 +153,8 @@ def test_in_each_engine_and_under_partial_averaging(tmp_path: Path, case: str, p
     assert not different(CASES[case].resumed(Fuse(place), tmp_path, False), uninterrupted(case))
 
 
-@pytest.mark.parametrize("round", [0, 3])
 @pytest.mark.parametrize(
-    "place", ["on_local_end", "on_round_end", "on_train_epoch_start", "on_train_batch_end"]
+    ("round", "place"), [(0, "on_local_end"), (0, "on_train_epoch_start"), (3, "on_round_end")]
 )
 def test_in_the_first_and_the_last_round(tmp_path: Path, place: str, round: int) -> None:
     expected = uninterrupted("partial")

@@ -89,8 +89,13 @@ class Warming(Lit):
             group["lr"] = 0.01 * (1 + self.current_epoch)
 
 
-@pytest.mark.parametrize("engine", ["auto", "sequential", "concurrent", "stacked"])
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_epoch_start"])
+@pytest.mark.parametrize(
+    ("hook", "engine"),
+    [
+        *(("on_train_batch_start", engine) for engine in ("auto", "sequential", "stacked")),
+        *(("on_train_epoch_start", engine) for engine in ("auto", "concurrent")),
+    ],
+)
 def test_a_rate_that_a_hook_sets_is_refused(engine: str, hook: str) -> None:
     module = federated(Warming(hook), engine=engine)
     with pytest.raises(UserError, match=r"only to read: lr=0\.01 would have no effect"):

@@ -20,16 +20,8 @@ EXTRA = ("sphinx", "furo", "myst_parser", "sphinx_gallery", "sphinx_copybutton")
 ABSENT = [name for name in EXTRA if importlib.util.find_spec(name) is None]
 
 # What a browser fetches of itself when it shows a page.
-FETCHED = {
-    "link": "href",
-    "script": "src",
-    "img": "src",
-    "source": "src",
-    "iframe": "src",
-    "video": "src",
-    "object": "data",
-    "use": "href",
-}
+FETCHED = {"link": "href", "object": "data", "use": "href"}
+FETCHED |= dict.fromkeys(("script", "img", "source", "iframe", "video"), "src")
 
 
 class Fetched(HTMLParser):

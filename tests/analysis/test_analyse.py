@@ -146,10 +146,7 @@ def test_directions_have_the_filters_norms() -> None:
 @pytest.mark.parametrize(
     "argv, said",
     [
-        (
-            ("hessian", "none"),
-            "analyse none: this is neither a run's folder nor a checkpoint in one",
-        ),
+        (("hessian", "none"), "analyse none: this is neither a run's folder nor a checkpoint i"),
         (("hessian", "a", "b"), "2 runs were given"),
         (("hessian", "a", "--samples", "few"), "argument --samples: invalid"),
         (("hessian", "a", "--probes", "1"), "--probes=1 is not accepted"),

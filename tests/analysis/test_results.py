@@ -44,10 +44,7 @@ class Pull(FederatedCallback):
 
 
 class Rounds(pl.LightningModule):
-    """Stands for the federated module.
-
-    One batch an epoch, logs and calls what that logs and calls.
-    """
+    """Stands for the federated module."""
 
     run_seed = 7
     accuracies = (0.1, 0.6, 0.4, 0.5)

@@ -1,7 +1,4 @@
-"""Any data/* with any model/*, in either order, and the sizes of networks from the data.
-
-A network for these data, or refused by name before all else.
-"""
+"""Any data/* with any model/*, in either order, and the sizes of networks from the data."""
 
 from __future__ import annotations
 

@@ -287,13 +287,6 @@ def test_partition(cli: Cli) -> None:
     assert len(set(hashes[:3])) == 1 and hashes[3] != hashes[0]
 
 
-def test_a_schedule_of_a_method_on_the_command_line(cli: Cli) -> None:
-    options = typed("--method.mu Exponential --method.mu.gamma 0.5 --trainer.max_epochs 2")
-    done(cli("fit", "-c", "base", "-c", "data/digits", "-c", "method/fedprox", *options))
-    card = (cli.folder / "runs/digits-fedprox-1/card.md").read_text(encoding="utf-8")
-    assert "| ProximalTerm | mu=Exponential(gamma=0.5), anchor='w' |" in card
-
-
 # --------------------------------------------------------------------------- learners from the
 # current directory
 

@@ -1,8 +1,4 @@
-"""What newcomers, and careless scripts, type and write: a command line → what is said of it.
-
-Each ends, before training, in one paragraph that names option, value and what is accepted. Nothing
-is written.
-"""
+"""What newcomers, and careless scripts, type and write: a command line → what is said of it."""
 
 from __future__ import annotations
 

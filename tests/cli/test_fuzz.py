@@ -1,7 +1,6 @@
 """Whatever is typed: the config that would run, or one paragraph and status 2; no traceback.
 
-Real command lines are changed as typing errors, scripts and careless copies change them. Each is
-run in this process, up to the point where training would start: ``--print_config`` stops it there.
+Each line is run in this process, up to where training would start: ``--print_config`` stops it.
 """
 
 from __future__ import annotations

@@ -101,10 +101,7 @@ def test_damaged_data_name_the_file(tmp_path, kind):
 
 
 def false_har(root, layout, rng):
-    """Four training windows of subjects 1, 3, 3, 5 and two for testing.
-
-    Returns the training signals.
-    """
+    """Four training windows of subjects 1, 3, 3, 5 and two for testing."""
     signals = {}
     for part, subjects in (("train", [1, 3, 3, 5]), ("test", [2, 2])):
         folder = root / "UCI HAR Dataset" / part

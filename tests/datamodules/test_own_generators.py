@@ -1,7 +1,4 @@
-"""Datasets that draw from generators of their own.
-
-Seeded for each batch, so resumed and side by side the same.
-"""
+"""Datasets that draw from generators of their own."""
 
 from __future__ import annotations
 

@@ -287,10 +287,7 @@ def test_a_client_draws_from_each_class_as_its_proportions_say() -> None:
 
 
 def test_the_concentration_is_that_of_each_class() -> None:
-    """Dir(α · C · prior): with 4 classes and α = 2 uniform, Dir(2, 2, 2, 2).
-
-    Of frequencies 0.1, 0.9, Dir(0.8, 7.2).
-    """
+    """Dir(α · C · prior): with 4 classes and α = 2 uniform, Dir(2, 2, 2, 2)."""
     uniform, skewed = Dirichlet(2.0), Dirichlet(4.0, prior="frequencies")
     for seed in range(3):
         drawn = uniform._proportions(generator(seed, "x"), np.array([5, 5, 5, 5]))
@@ -310,10 +307,7 @@ def test_dealing_out_takes_each_sample_once_and_of_a_class_in_its_own_order() ->
 
 
 def test_a_class_that_is_used_up_is_left_out_and_the_rest_are_drawn_as_before() -> None:
-    """Client 0's draws by the definition.
-
-    What is over its stock is drawn again among the other classes.
-    """
+    """Client 0's draws by the definition."""
     stock = np.array([50, 30, 20])
     rng = generator(11, "partition", 0)
     q, taken, left = rng.dirichlet([0.2] * 3), np.zeros(3, dtype=int), 60

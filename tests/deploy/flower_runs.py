@@ -177,10 +177,7 @@ def commands(page: Path, program: str) -> list[list[str]]:
 
 
 class KeyedFederation(Federation):
-    """A link, a proxy if nginx is installed, and nodes with keys, as the written pages say.
-
-    Without nginx the nodes reach the link itself.
-    """
+    """A link, a proxy if nginx is installed, and nodes with keys, as the written pages say."""
 
     def __init__(self, folder: Path, sites: Iterable[str] = ("north",)) -> None:
         super().__init__(folder)

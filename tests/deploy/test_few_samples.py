@@ -134,10 +134,7 @@ def table(path: Path, rows: int) -> str:
 
 
 def over_an_app(folder: Path, *options: str, **of_sites: str) -> dict[str, Any]:
-    """Two sites, of 8 and 12 rows, run an app that ``fl-lightning deploy flower`` wrote.
-
-    ``of_sites``: further lines of each site's ``site.yaml``. Returns the last metrics.
-    """
+    """Two sites, of 8 and 12 rows, run an app that ``fl-lightning deploy flower`` wrote."""
     (folder / "study.yaml").write_text(table(folder / "server.csv", 10), "utf-8")
     study = ["base", str(folder / "study.yaml"), "--data.num_clients", "2"]
     assert main(["deploy", "flower", *study, *options, "--out", str(folder / "app")]) == 0

@@ -531,10 +531,7 @@ class WithoutNorm(pl.LightningModule):
 
 @pytest.mark.parametrize("sigma", [2.0, None])
 def test_privacy_of_samples(sigma: float | None, tmp_path: Path) -> None:
-    """Each site draws the simulation's noise from a seed, and other noise from its secret.
-
-    If the server finds σ, sites get it.
-    """
+    """Each site draws the simulation's noise from a seed, and other noise from its secret."""
     options: dict[str, Any] = {"learner": WithoutNorm, "rounds": 2, "buffers": "keep"}
     options["participation"] = 3
 

@@ -41,10 +41,7 @@ def over_own(
     rows: Callable[[int], InMemoryDataModule] | None = None,
     **options: Any,
 ) -> FederatedModule:
-    """A run over sites with data of their own.
-
-    The server's own samples, ``OTHERS``, are trained on by no client.
-    """
+    """A run over sites with data of their own."""
 
     def at_site(name: str) -> dict[str, Any]:
         i = int(name)

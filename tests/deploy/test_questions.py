@@ -41,10 +41,7 @@ HELLO, ROUND, EVALUATE = 0, 1, 2  # the first questions of a run
 
 
 class LiveSite:
-    """The site ``south`` in a thread, which an honest server has greeted and asked for round 0.
-
-    ``questions``: of that server, by site, the first of each kind; ``answers``: this site's.
-    """
+    """The site ``south`` in a thread, which an honest server has greeted and asked for round 0."""
 
     def __init__(self, methods: Callable[[], list[Any]], folder: Path, **options: Any) -> None:
         recorded: dict[str, dict[str, Message]] = {}

@@ -1,7 +1,4 @@
-"""Wrong answers: the site and the field are named, and the model is that without the site.
-
-Named ones, and every field of every answer × whatever else could stand there.
-"""
+"""Wrong answers: the site and the field are named, and the model is that without the site."""
 
 from __future__ import annotations
 
@@ -98,10 +95,7 @@ def of_arrays(value: np.ndarray) -> dict[str, Any]:
 
 
 def others(record: Recording, place: Place) -> dict[str, bytes]:
-    """The answers of other sites to this question, and the site's own in other rounds.
-
-    They have the random number of the site's own folder: no site knows that of another.
-    """
+    """The answers of other sites to this question, and the site's own in other rounds."""
     found = {}
     for (site, other), answer in record.answers.items():
         if (site == LIAR) != (other == place) and other[0] == place[0]:

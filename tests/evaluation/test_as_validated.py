@@ -1,7 +1,4 @@
-"""A client's own evaluation is what ``Trainer.validate`` would give on its samples alone.
-
-Learners with hooks of validation, reductions, several loaders, and weights or state of their own.
-"""
+"""A client's own evaluation is what ``Trainer.validate`` would give on its samples alone."""
 
 from __future__ import annotations
 

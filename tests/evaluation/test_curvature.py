@@ -1,7 +1,4 @@
-"""The largest eigenvalue and the trace of exact Hessians.
-
-Of logistic regression, small networks, tied weights.
-"""
+"""The largest eigenvalue and the trace of exact Hessians."""
 
 from __future__ import annotations
 
@@ -23,10 +20,7 @@ from fl_lightning.learner.layout import Layout
 
 
 class Net(pl.LightningModule):
-    """Cross-entropy of a network.
-
-    ``sign`` -1: of its negative, whose Hessian has a negative dominant eigenvalue.
-    """
+    """Cross-entropy of a network."""
 
     def __init__(self, *layers: nn.Module, sign: int = 1) -> None:
         super().__init__()
@@ -60,9 +54,6 @@ def norm() -> nn.Module:
 
 CASES = {
     "logistic regression": lambda: Net(nn.Linear(6, 3)),
-    "multilayer perceptron": lambda: Net(
-        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3)
-    ),
     "negative dominant eigenvalue": lambda: Net(
         nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), sign=-1
     ),

@@ -36,9 +36,7 @@ class Watching(pl.Callback):
 
 MODELS: dict[str, Any] = {
     "w": lambda: [],
-    "fedexp": lambda: [c.ExtrapolatedStep()],
     "ema": lambda: [EMAWeightAveraging(decay=0.5)],
-    "mean": lambda: [WeightAveraging()],
     "both": lambda: [c.ExtrapolatedStep(), EMAWeightAveraging(decay=0.5)],
     "parts": lambda: [c.PartialAveraging({"net.0.*": 2}), EMAWeightAveraging(decay=0.5)],
 }
@@ -50,7 +48,7 @@ def test_clients_and_global_values_are_of_the_model_that_is_validated(kind: str)
     x, y = federation._given_sets["train"]
     federation._given_sets["val"] = (x[:50], y[:50])
     torch.manual_seed(0)
-    module = federated(Lit() if kind in ("fedexp", "both") else Normed(), engine="sequential")
+    module = federated(Lit() if kind == "both" else Normed(), engine="sequential")
     seen, watching = c.PerClientEvaluation(1), Watching()
     measured = [seen, c.GlobalLossLogger(1), c.HessianLogger(None, samples=20, probes=2)]
     averaged = [m for m in MODELS[kind]() if isinstance(m, WeightAveraging)]

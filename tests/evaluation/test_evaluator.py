@@ -1,7 +1,4 @@
-"""Losses, logs and gradients of clients' samples at any vector, against plain PyTorch.
-
-The run sees nothing of it.
-"""
+"""Losses, logs and gradients of clients' samples at any vector, against plain PyTorch."""
 
 from __future__ import annotations
 

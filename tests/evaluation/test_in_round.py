@@ -1,7 +1,4 @@
-"""``clients.evaluate`` in the middle of a round.
-
-What it gives in every engine, and that the run sees nothing of it.
-"""
+"""``clients.evaluate`` in the middle of a round."""
 
 from __future__ import annotations
 

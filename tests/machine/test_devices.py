@@ -1,7 +1,4 @@
-"""Memory of freed tensors is kept for the next ones.
-
-Page faults with ``keep_memory()`` against those without.
-"""
+"""Memory of freed tensors is kept for the next ones."""
 
 from __future__ import annotations
 

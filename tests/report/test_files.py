@@ -299,10 +299,7 @@ def test_traffic_and_targets_are_compared_with_the_first_arm_of_the_sweep(tmp_pa
 
 
 def test_equal_cost_scores_the_last_third_of_what_the_cheapest_run_spent(tmp_path: Path) -> None:
-    """20 rounds of 10 gradients against 30 of 5.
-
-    Nothing that a run did later than the budget counts.
-    """
+    """20 rounds of 10 gradients against 30 of 5."""
     rising = [0.01 * t for t in range(30)]
     machine = {"processor": "One", "cores": 2, "threads": 1, "memory": 2**33, "gpu": None}
     for arm, rounds, gradients in (("a", 20, 10.0), ("b", 30, 5.0)):

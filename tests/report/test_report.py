@@ -1,7 +1,4 @@
-"""report.json from folders made by hand.
-
-Every statistic against NumPy and SciPy's own paired test.
-"""
+"""report.json from folders made by hand."""
 
 from __future__ import annotations
 
@@ -49,10 +46,7 @@ def test_the_last_bits_of_the_metrics_are_not_in_the_report(tmp_path: Path) -> N
 
 
 def test_pairs_of_three_arms(tmp_path: Path) -> None:
-    """Noisy curves, four seeds of two arms and three of the last.
-
-    The first arm is what the others are paired with.
-    """
+    """Noisy curves, four seeds of two arms and three of the last."""
     rng = np.random.default_rng(0)
     curves: dict[str, dict[int, Any]] = {}
     for arm, seeds in (("base", 4), ("better", 4), ("same", 3)):

@@ -1,7 +1,4 @@
-"""Decentralised runs have the same bits on 1, 2 and 4 processes, and killed and resumed.
-
-Bits of w, of the weights and buffers that are validated, and of every client's rows.
-"""
+"""Decentralised runs have the same bits on 1, 2 and 4 processes, and killed and resumed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What cannot be written is said in one paragraph, and what was there stays.
-
-A full disk, devices, pipes, links.
-"""
+"""What cannot be written is said in one paragraph, and what was there stays."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Killed anywhere and resumed, on one process and on two.
-
-The same bits as a run that nothing happened to.
-"""
+"""Killed anywhere and resumed, on one process and on two."""
 
 from __future__ import annotations
 

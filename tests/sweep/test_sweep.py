@@ -303,10 +303,7 @@ class Threads(FederatedCallback):
 def test_a_run_of_a_sweep_has_the_bits_of_the_command_that_it_lists(
     python: str, tmp_path: Path
 ) -> None:
-    """Whatever the number of threads, which is the environment's, but for what validation logs.
-
-    And nothing is printed of what a binding leaves.
-    """
+    """Whatever the number of threads, which is the environment's, but for what validation logs."""
     (tmp_path / "mine.py").write_text(METHOD)
     (tmp_path / "s.yaml").write_text("""
 configs: [base, data/digits, trainer/cpu]
