@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fl_lightning import ClientState, FederatedCallback, Scratch, Upload, UserError
 from fl_lightning.callbacks import SharpnessAwareMinimization
+from tests.helpers.commands import typed
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
@@ -17,9 +18,8 @@ def test_a_misspelt_hook_is_refused_with_the_right_name() -> None:
     class Typo(FederatedCallback):
         def on_local_grad(self, clients: Any, gradient: Any) -> None: ...
 
-    with pytest.raises(
-        UserError, match=r"Typo\.on_local_grad is not a hook.*Did you mean 'on_local_gradient'"
-    ):
+    told = r"Typo\.on_local_grad is not a hook.*Did you mean 'on_local_gradient'"
+    with pytest.raises(UserError, match=told):
         trainer(1, [Typo()]).fit(federated(), blobs())
 
 
@@ -113,14 +113,8 @@ def test_a_callback_is_taken_once_and_a_hook_of_one_owner_has_one() -> None:
             trainer(1, methods).fit(federated(), blobs())
 
 
-SHARED = [
-    "on_round_start",
-    "on_local_start",
-    "on_local_gradient",
-    "on_local_step_end",
-    "on_local_end",
-]
-SHARED += ["on_server_update", "on_round_end"]
+SHARED = typed("on_round_start on_local_start on_local_gradient on_local_step_end on_local_end")
+SHARED += typed("on_server_update on_round_end")
 
 
 def calling(name: str, called: list[tuple[str, str]], on_instance: bool) -> FederatedCallback:

@@ -35,12 +35,8 @@ def trained(method: str, **settings: Any) -> FederatedModule:
 
 
 def state(module: FederatedModule) -> dict[Any, Tensor]:
-    named = {**module.state_dict(), **module.server_states, **client_rows(module)}
-    return {
-        **named,
-        "w": module.global_vector.detach(),
-        "evaluated": module.evaluated_vector.detach(),
-    }
+    vectors = {"w": module.global_vector.detach(), "evaluated": module.evaluated_vector.detach()}
+    return {**module.state_dict(), **module.server_states, **client_rows(module), **vectors}
 
 
 @pytest.mark.parametrize(("method", "how"), [("SCAFFOLD", "pickle"), ("personal", "copy")])

@@ -323,9 +323,8 @@ def test_a_resumed_run_keeps_what_was_written(tmp_path: Path) -> None:
     fit.fit(federated(Telling()), data(), ckpt_path=str(tmp_path / "checkpoints/last.ckpt"))
     assert json.loads(path.read_text())["modes"] == {**MODES, "val/mine": "min"}
     assert again.mode == "min"
-    assert again.best == pytest.approx(
-        min(record[0].best, float(fit.callback_metrics["val/quality"]))
-    )  # type: ignore[attr-defined]
+    expected = min(record[0].best, float(fit.callback_metrics["val/quality"]))
+    assert again.best == pytest.approx(expected)  # type: ignore[attr-defined]
 
 
 def test_reports_and_sweeps_read_what_torchmetrics_said(tmp_path: Path) -> None:

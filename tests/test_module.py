@@ -93,9 +93,8 @@ def test_init_from_starts_where_another_run_ended(tmp_path: Any) -> None:
     first = federated()
     trainer(3).fit(first, blobs())
     first.export(tmp_path / "model.pt")
-    second = federated(
-        init_from=str(tmp_path / "model.pt"), client_optimizer=lambda p: torch.optim.SGD(p, lr=0.0)
-    )
+    init_from = str(tmp_path / "model.pt")
+    second = federated(init_from=init_from, client_optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
     trainer(1).fit(second, blobs())
     assert torch.equal(first.global_vector, second.global_vector)
 

@@ -75,9 +75,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         source.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, source)
     for top in TOPS:
-        shutil.copytree(
-            ROOT / top, source / top, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / top, source / top, symlinks=True, ignore=ignore)
     pip = typed("-m pip wheel --quiet --no-deps --no-build-isolation -w")
     build = [sys.executable, *pip, str(folder), str(source)]
     done = subprocess.run(build, capture_output=True, text=True)

@@ -19,21 +19,16 @@ def test_learning_rates_follow_their_schedules() -> None:
 
     class See(pl.Callback):
         def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            seen.extend(
-                [
-                    float(trainer.callback_metrics["client_lr"]),
-                    pl_module.optimizers().param_groups[0]["lr"],
-                ]
-            )
+            seen.append(float(trainer.callback_metrics["client_lr"]))
+            seen.append(pl_module.optimizers().param_groups[0]["lr"])
 
     trainer(3, [See()]).fit(federated(lr_decay=0.5, server_lr_decay=Exponential(0.1)), blobs())
     assert seen == pytest.approx([0.1, 1.0, 0.05, 0.1, 0.025, 0.01])
 
 
 def test_a_cosine_falls_from_one_in_round_0_to_its_end_after_its_rounds() -> None:
-    assert [Cosine(4)(t) for t in range(7)] == pytest.approx(
-        [1, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4, 0, 0, 0]
-    )
+    expected = [1, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4, 0, 0, 0]
+    assert [Cosine(4)(t) for t in range(7)] == pytest.approx(expected)
     assert [Cosine(3, end=0.2)(t) for t in range(5)] == pytest.approx([1.0, 0.8, 0.4, 0.2, 0.2])
     assert [Cosine(1, end=0.3)(t) for t in range(2)] == [1.0, 0.3]
 

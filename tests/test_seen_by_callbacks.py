@@ -58,9 +58,8 @@ class Looking(Lit):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         optimizer: Any = self.optimizers()
-        assert {id(p) for p in optimizer.param_groups[0]["params"]} == {
-            id(p) for p in self.parameters()
-        }
+        expected = {id(p) for p in self.parameters()}
+        assert {id(p) for p in optimizer.param_groups[0]["params"]} == expected
         self.log("rate", optimizer.param_groups[0]["lr"])
         scheduler: Any = self.lr_schedulers()
         if scheduler is not None:
@@ -122,9 +121,8 @@ def test_the_learners_optimizer_is_the_clients(engine: str) -> None:
 
 def test_a_compiled_learner_is_refused_with_the_way_out() -> None:
     compiled: Any = torch.compile(Lit())
-    with pytest.raises(
-        UserError, match=r"torch\.compile\(Lit\(…\)\).*FederatedModule\(Lit\(…\), …\)"
-    ):
+    told = r"torch\.compile\(Lit\(…\)\).*FederatedModule\(Lit\(…\), …\)"
+    with pytest.raises(UserError, match=told):
         FederatedModule(compiled)
     with pytest.raises(UserError, match="Classifier"):
         FederatedModule(nn.Linear(2, 2))

@@ -174,9 +174,8 @@ def test_on_a_terminal_one_line_is_drawn_again(python: str, tmp_path: Path) -> N
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
     command = [python, "-c", ON_A_TERMINAL, str(tmp_path)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, stderr=theirs, stdout=subprocess.PIPE, env=env, cwd=Path(__file__).parents[2]
-    )
+    cwd = Path(__file__).parents[2]
+    process = subprocess.Popen(command, stderr=theirs, stdout=subprocess.PIPE, env=env, cwd=cwd)
     os.close(theirs)
     drawn = b""
     while True:

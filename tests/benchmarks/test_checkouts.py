@@ -39,9 +39,8 @@ def compared(python: str, old: Path, new: Path, arguments: str, out: Path) -> tu
 
 def test_a_planted_factor_is_found_and_nothing_else(python: str, tmp_path: Path) -> None:
     new = tmp_path / "new"
-    shutil.copytree(
-        ROOT / "fl_lightning", new / "fl_lightning", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "fl_lightning", new / "fl_lightning", ignore=ignore)
     with (new / "fl_lightning" / "callbacks" / "drift" / "control_variates.py").open("a") as method:
         method.write(PLANTED)
     names = "FedAvg SCAFFOLD FedALS+top-k"

@@ -276,10 +276,8 @@ def test_a_round_on_digits_and_its_config(cli: Cli, options: str, expected: dict
 
 
 def test_what_cannot_fit_leaves_nothing(cli: Cli) -> None:
-    said(
-        cli(*FIT, "-c", "model/lenet", "-c", "data/digits", *FOLDER),
-        "LeNet with these sizes cannot take",
-    )
+    refused = cli(*FIT, "-c", "model/lenet", "-c", "data/digits", *FOLDER)
+    said(refused, "LeNet with these sizes cannot take")
     assert os.listdir(cli.folder) == []
 
 

@@ -162,9 +162,7 @@ def test_what_is_wrong_with_a_user_s_own_class_is_one_paragraph(
     said(cli(*FIT, "-c", "data/digits", *typed(argv)), *words)
 
 
-def test_a_method_of_a_module_that_is_misspelt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_misspelt_module_of_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match="cannot be used: No module named 'a_mispelt_method'"):
         method_class("a_mispelt_method.SlowStep")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 import yaml
 from pytorch_lightning.callbacks.timer import Interval
@@ -28,15 +27,8 @@ def digits(folder: Path) -> Any:
     learner = Classifier(MLP([64, 16, 10]), num_classes=10, lr=0.1)
     module = FederatedModule(learner, participation=3, local_epochs=1, seed=1, engine="sequential")
     data = Digits(num_clients=10, partition=Dirichlet(alpha=0.3), batch_size=20)
-    run = pl.Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[RelaxedInitialization(beta=0.05), kept],
-    )
-    run.fit(module, data)
+    methods = [RelaxedInitialization(beta=0.05), kept]
+    trainer(2, methods, enable_checkpointing=True).fit(module, data)
     return module
 
 

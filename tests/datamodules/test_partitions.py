@@ -153,9 +153,8 @@ def test_a_partition_of_ones_own():
         def split(self, labels, num_clients, seed):
             return [np.arange(i + self.first, len(labels), num_clients) for i in range(num_clients)]
 
-    data = InMemoryDataModule(
-        (np.zeros((7, 1)), np.zeros(7)), partition=EverySoMany(1), num_clients=2
-    )
+    partition = EverySoMany(1)
+    data = InMemoryDataModule((np.zeros((7, 1)), np.zeros(7)), partition=partition, num_clients=2)
     assert data.client_indices(0).tolist() == [1, 3, 5]
     assert data.card()["partition"] == "EverySoMany(first=1)"
 
@@ -217,9 +216,8 @@ def test_each_client_needs_a_sample_of_its_own(partition: Partition) -> None:
     assert [len(c) for c in partition.split(np.arange(7), 1, 0)] == [7]
     assert sum(len(c) for c in partition.split(np.arange(7), 3, 0)) == 7
     for clients in (0, 8):
-        with pytest.raises(
-            UserError, match=f"num_clients is {clients}, but there are 7 training samples"
-        ):
+        told = f"num_clients is {clients}, but there are 7 training samples"
+        with pytest.raises(UserError, match=told):
             partition.split(np.arange(7), clients, 0)
 
 
@@ -237,11 +235,8 @@ def test_a_partition_says_what_is_not_its_default() -> None:
         def __init__(self, a: int = 1, b: str = "x") -> None:
             self.a, self.b = a, b
 
-    assert (repr(Mine()), repr(Mine(2)), repr(Mine(2, "y"))) == (
-        "Mine()",
-        "Mine(a=2)",
-        "Mine(a=2, b='y')",
-    )
+    expected = ("Mine()", "Mine(a=2)", "Mine(a=2, b='y')")
+    assert (repr(Mine()), repr(Mine(2)), repr(Mine(2, "y"))) == expected
     assert (repr(ByGroup()), repr(IID())) == ("ByGroup()", "IID()")
     assert len(repr(ByGroup(list(range(1000))))) < 100
     assert (ByGroup().clients, ByGroup([3, 3, 5]).clients, IID().clients) == (None, 2, None)

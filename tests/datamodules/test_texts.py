@@ -29,9 +29,7 @@ def decoded(tokens: Tensor) -> str:
     return "".join("|" if t == 1 else chr(t - 3) for t in tokens.tolist() if t != -1)
 
 
-def test_windows_are_the_text_each_client_a_part_of_it_and_the_end_is_the_test_set(
-    tmp_path: Path,
-) -> None:
+def test_windows_are_each_clients_part_of_the_text_and_the_end_is_tested_on(tmp_path: Path) -> None:
     text = text_file(tmp_path).read_text()
     data = LanguageModelling(tmp_path, length=20, test_fraction=0.25, num_clients=3, seed=0)
     data.setup()
@@ -70,9 +68,8 @@ def test_genres_are_clients_and_texts_without_a_label_are_left_out(tmp_path: Pat
     for client, genre in enumerate(GENRES):
         own = [row for row in rows if row["genre"] == genre]
         ((x, y),) = data._train.batches(data.client_indices(client), 10**6)
-        assert [decoded(text) for text in x] == [
-            f"{row['sentence1']}|{row['sentence2']}|" for row in own
-        ]
+        expected = [f"{row['sentence1']}|{row['sentence2']}|" for row in own]
+        assert [decoded(text) for text in x] == expected
         assert [CLASSES[k] for k in y] == [row["gold_label"] for row in own]
     assert len(data.val_dataloader()) == 1
 
@@ -88,15 +85,10 @@ def test_other_columns_a_table_and_an_order_of_classes(tmp_path: Path) -> None:
                 {"kind": row["gold_label"], "review": row["sentence1"] + ', "so" he said'}
                 for row in rows
             )
-    of: Any = {
-        "text": "review",
-        "label": "kind",
-        "group": None,
-        "num_clients": 3,
-        "length": 8,
-        "seed": 0,
-    }
-    data = TextClassification(tmp_path, "a.csv", "b.tsv", classes=["neutral", *CLASSES[:2]], **of)
+    of: Any = {"text": "review", "label": "kind", "group": None, "num_clients": 3, "seed": 0}
+    data = TextClassification(
+        tmp_path, "a.csv", "b.tsv", classes=["neutral", *CLASSES[:2]], length=8, **of
+    )
     data.setup()
     assert isinstance(data.partition, IID) and data.client_sizes().tolist() == [10, 9, 9]
     x, y = data.one_batch(0, 1)
@@ -189,9 +181,7 @@ def test_a_text_that_cannot_be_cut_is_named(
         LanguageModelling(tmp_path, seed=0, **arguments).setup()
 
 
-def test_another_seed_bunches_the_same_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_seed_bunches_groups_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     multinli_files(tmp_path)
     data = TextClassification(tmp_path, partition=Grouped(2))
     names = []
@@ -275,11 +265,8 @@ def test_answers_alone_are_learned(tmp_path: Path, lines: bool) -> None:
     data = loaded(tmp_path, RECORDS, lines)
     prompt = ALPACA_INPUT.replace("{instruction}", "Add 1 to {x}.").replace("{input}", "41")
     assert learned(data, 0) == (prompt + "42", "42", True)
-    assert learned(data, 1) == (
-        ALPACA.replace("{instruction}", "Say hello.") + "héllo",
-        "héllo",
-        True,
-    )
+    expected = (ALPACA.replace("{instruction}", "Say hello.") + "héllo", "héllo", True)
+    assert learned(data, 1) == expected
     assert learned(data, 2)[1] == "it"
 
 
@@ -297,12 +284,8 @@ def test_what_does_not_fit_is_left_out(tmp_path: Path) -> None:
 
 
 def test_conversations(tmp_path: Path) -> None:
-    messages = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello"},
-        {"role": "user", "content": "Bye"},
-        {"role": "assistant", "content": "Ciao"},
-    ]
+    said = (("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"), ("assistant", "Ciao"))
+    messages = [{"role": role, "content": content} for role, content in said]
     data = loaded(tmp_path, [{"messages": messages}])
     text = "<|user|>\nHi<|assistant|>\nHello<|user|>\nBye<|assistant|>\nCiao"
     assert learned(data, 0) == (text, "HelloCiao", True)

@@ -77,9 +77,8 @@ def both(
     for one, other in zip(ours, theirs, strict=True):
         # B stays at the sites under FedSA-LoRA, and the server's model has none.
         away = "val/" if fedsa else "nothing"
-        assert {k: v for k, v in one.items() if not k.startswith(away)} == {
-            k: v for k, v in other.items() if not k.startswith(away)
-        }
+        expected = {k: v for k, v in other.items() if not k.startswith(away)}
+        assert {k: v for k, v in one.items() if not k.startswith(away)} == expected
     return simulated, over
 
 

@@ -210,9 +210,7 @@ def test_the_process_of_a_message_does_not_import_torch() -> None:
 
 
 @pytest.mark.slow
-def test_why_the_process_of_a_site_ends_is_told_and_only_its_owner_reads_the_log(
-    tmp_path: Path,
-) -> None:
+def test_why_a_sites_process_ends_is_told_and_only_its_owner_reads_it(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("data: Digits\n", "utf-8")
     place = str(tmp_path / "away.yaml")
     settings = NodeSettings({"site": place, "folder": str(tmp_path / "rows")})

@@ -12,15 +12,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from fl_lightning import FederatedModule, InMemoryDataModule, UserError
-from fl_lightning.callbacks import (
-    ClusteredModels,
-    CommunicationLogger,
-    ControlVariates,
-    PerClientEvaluation,
-    ProximalPersonalModel,
-    RelaxedInitialization,
-)
+from fl_lightning import FederatedModule, InMemoryDataModule, UserError, callbacks
 from fl_lightning.deploy.site_data import as_one_client
 from fl_lightning.deploy.transport import InMemoryTransport, Message
 from tests.deploy.test_in_memory import (
@@ -77,13 +69,13 @@ def data() -> InMemoryDataModule:
 
 def measured_by(methods: Methods, **given: Any) -> Methods:
     def made() -> list[Any]:
-        return [*methods(), PerClientEvaluation(1, modes={"quality": "max"}, **given)]
+        return [*methods(), callbacks.PerClientEvaluation(1, modes={"quality": "max"}, **given)]
 
     return made
 
 
-def evaluation_of(module: FederatedModule) -> PerClientEvaluation:
-    (found,) = (c for c in module.trainer.callbacks if isinstance(c, PerClientEvaluation))
+def evaluation_of(module: FederatedModule) -> callbacks.PerClientEvaluation:
+    (found,) = (c for c in module.trainer.callbacks if isinstance(c, callbacks.PerClientEvaluation))
     return found
 
 
@@ -101,10 +93,13 @@ def same_files(ours: Path, theirs: Path) -> None:
 OWN = {"buffers": "own"}
 CASES: dict[str, tuple[Methods, dict[str, Any]]] = {
     "fedals": (measured_by(federated_als, finetune_epochs=1), {}),
-    "own buffers": (measured_by(lambda: [ControlVariates()], finetune_epochs=0.5), OWN),
-    "ditto": (measured_by(lambda: [ProximalPersonalModel(), CommunicationLogger()]), {}),
-    "ifca": (measured_by(lambda: [ClusteredModels(k=2)]), {}),
-    "fedinit, five": (measured_by(lambda: [RelaxedInitialization(0.1)], clients=5), {}),
+    "own buffers": (measured_by(lambda: [callbacks.ControlVariates()], finetune_epochs=0.5), OWN),
+    "ditto": (
+        measured_by(lambda: [callbacks.ProximalPersonalModel(), callbacks.CommunicationLogger()]),
+        {},
+    ),
+    "ifca": (measured_by(lambda: [callbacks.ClusteredModels(k=2)]), {}),
+    "fedinit, five": (measured_by(lambda: [callbacks.RelaxedInitialization(0.1)], clients=5), {}),
 }
 OPTIONS: dict[str, Any] = {"participation": 5, "learner": Scored, "data": data}
 
@@ -261,7 +256,7 @@ def over_own(methods: Methods, folder: Path, tested: Callable[[int], bool]) -> F
 
 
 def test_sites_with_data_of_their_own_test_on_what_they_hold_out(tmp_path: Path) -> None:
-    methods = measured_by(lambda: [ProximalPersonalModel()])
+    methods = measured_by(lambda: [callbacks.ProximalPersonalModel()])
     found = evaluation_of(over_own(methods, tmp_path, lambda client: client != 1))
     assert found.samples == {0: 6, 1: 0, 2: 6}
     assert {*found.table["quality"]} == {0, 2}
@@ -277,5 +272,5 @@ def test_a_run_without_test_samples_at_any_site_is_refused_before_round_0(tmp_pa
 
 def test_which_way_is_better_is_asked_before_round_0(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="which way is better in quality is not known"):
-        over_own(lambda: [PerClientEvaluation()], tmp_path, lambda client: True)
+        over_own(lambda: [callbacks.PerClientEvaluation()], tmp_path, lambda client: True)
     assert not any("staged" in path.read_text("utf-8") for path in tmp_path.rglob("site.json"))

@@ -421,9 +421,7 @@ class KilledOnce:
         assert self.killed == ["south"] and asked.count("hello") == 2
 
 
-def test_a_site_that_is_killed_between_its_rows_and_its_reply_is_asked_again(
-    tmp_path: Path,
-) -> None:
+def test_a_site_killed_between_its_rows_and_its_reply_is_asked_again(tmp_path: Path) -> None:
     methods, options = METHODS["scaffold"]
     wrap = KilledOnce(at=2)
     simulated = trained(methods(), ROUNDS, [], **options)
@@ -453,15 +451,12 @@ def test_a_site_that_comes_back_under_another_name_is_the_same_site(tmp_path: Pa
     methods, _ = METHODS["scaffold"]
     shares = {**SHARES, "south again": SHARES["south"]}
     simulated = trained(methods(), ROUNDS, [])
-    over, _, transport = over_sites(
-        methods,
-        tmp_path,
-        shares,
-        timeout=60,
-        carrier=OtherNumber,
-        min_sites=3,
-        wrap=lambda name, post: Broken(post, at=2) if name == "south" else post,
-    )
+
+    def wrap(name: str, post: Post) -> Post:
+        return Broken(post, at=2) if name == "south" else post
+
+    given = {"timeout": 60, "carrier": OtherNumber, "min_sites": 3}
+    over, _, transport = over_sites(methods, tmp_path, shares, wrap=wrap, **given)
     check_same(simulated, over, tmp_path)
     assert transport.dead
 
@@ -486,9 +481,8 @@ def test_a_server_that_is_started_again_goes_on_from_its_last_checkpoint(
 def test_the_arrays_of_a_round_take_what_the_logger_counts(name: str, tmp_path: Path) -> None:
     methods, _ = METHODS[name]
     options = {"participation": 2, "local_epochs": 1, "learner": Wide}
-    _, metrics, carried = over_sites(
-        methods, tmp_path, shares={str(i): [i] for i in range(9)}, rounds=1, **options
-    )
+    shares = {str(i): [i] for i in range(9)}
+    _, metrics, carried = over_sites(methods, tmp_path, shares=shares, rounds=1, **options)
     for way, sent in sent_bytes(carried).items():
         counted = metrics[-1][f"communication/{way}_bytes"]
         counted += metrics[-1]["communication/buffers_bytes"] / 2

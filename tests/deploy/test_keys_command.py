@@ -77,9 +77,7 @@ def test_each_site_has_the_private_key_of_its_public_one(tmp_path: Path) -> None
         assert done.stdout.split()[:2] == [kind, key] and kind == "ecdsa-sha2-nistp384"
 
 
-def test_the_pages_name_files_that_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pages_name_real_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also from another folder, and with a blank in the folder's name."""
     monkeypatch.chdir(tmp_path)
     write(Path("my keys"), "--port", "4443", "--link-port", "4000")

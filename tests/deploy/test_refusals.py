@@ -85,13 +85,9 @@ def test_a_site_with_another_config_is_refused(
     here = partial(proximal, 0.1) if "ProximalTerm" in told else list
     options = {"learner": Frozen, "methods": here}
     with pytest.raises(UserError, match=f"site south: its .*{told}") as error:
-        over_sites(
-            here,
-            tmp_path,
-            {"north": [0], "south": [1]},
-            at_site=lambda name: {**options, **there} if name == "south" else options,
-            learner=Frozen,
-        )
+        at_site = lambda name: {**options, **there} if name == "south" else options  # noqa: E731
+        shares = {"north": [0], "south": [1]}
+        over_sites(here, tmp_path, shares, at_site=at_site, learner=Frozen)
     assert "north" not in str(error.value) and "\n" not in str(error.value)
 
 
@@ -253,9 +249,8 @@ def of_row(clients: Any, segments: Any) -> str:
 )
 def test_a_damaged_journal_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "site.json").write_text(text, "utf-8")
-    with pytest.raises(
-        UserError, match=r"site\.json is damaged .* Restore it from a copy"
-    ) as error:
+    told = r"site\.json is damaged .* Restore it from a copy"
+    with pytest.raises(UserError, match=told) as error:
         SiteRows(tmp_path, ClientStore())
     assert "\n" not in str(error.value)
 

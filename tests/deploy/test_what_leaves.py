@@ -16,14 +16,9 @@ import torchmetrics
 from torch import Tensor
 
 from fl_lightning import UserError
+from fl_lightning import callbacks as c
 from fl_lightning.__main__ import main
 from fl_lightning.callback import Clients, FederatedCallback, Upload
-from fl_lightning.callbacks import (
-    ControlVariates,
-    FairAggregation,
-    PerClientEvaluation,
-    QuantizedUpdate,
-)
 from fl_lightning.datamodules import FromTable
 from fl_lightning.deploy import what_leaves
 from fl_lightning.deploy.flower.app import NodeSettings
@@ -225,10 +220,10 @@ def fields_sent(spy: type[Spy], folder: Path) -> dict[str, set[str]]:
     """The fields that left sites in runs that send all there are, by the kind of the answer."""
 
     def methods() -> list[Any]:
-        return [ControlVariates(), Sometimes(), FairAggregation()]
+        return [c.ControlVariates(), Sometimes(), c.FairAggregation()]
 
     def measured() -> list[Any]:
-        return [QuantizedUpdate(7), PerClientEvaluation(1, finetune_epochs=1, modes=MODES)]
+        return [c.QuantizedUpdate(7), c.PerClientEvaluation(1, finetune_epochs=1, modes=MODES)]
 
     adapted: dict[str, Any] = {**ADAPTED, "shares": adapters.SHARES}
     over, _, _ = over_sites(methods, folder / "methods", rounds=2, carrier=spy, learner=Many)
@@ -307,7 +302,7 @@ def test_each_answer_is_noted_before_it_leaves(restarted: bool, tmp_path: Path) 
         return Reads(post, tmp_path / name)
 
     def methods() -> list[Any]:
-        return [ControlVariates(), PerClientEvaluation(1)]
+        return [c.ControlVariates(), c.PerClientEvaluation(1)]
 
     over_sites(methods, tmp_path, carrier=carrier, wrap=wrap, data=data_with_tests, **OF_TWO)
     for name, clients in TWO.items():
@@ -324,10 +319,8 @@ def test_each_answer_is_noted_before_it_leaves(restarted: bool, tmp_path: Path) 
                 about = sorted(answer.arrays["clients"].tolist())
             assert line["clients"].split() == [str(client) for client in about]
         rounds = [line for line in lines if line["answer"] == "trained"]
-        assert [(line["asked"], line["round"]) for line in rounds] == [
-            ("round", "0"),
-            ("round", "1"),
-        ]
+        expected = [("round", "0"), ("round", "1")]
+        assert [(line["asked"], line["round"]) for line in rounds] == expected
         w = 4 * 57 * len(clients)
         for line in rounds:
             sizes = sizes_of(line)

@@ -95,12 +95,9 @@ class Rated(Lit):
     def __init__(self) -> None:
         super().__init__()
         self.acc = MulticlassAccuracy(4)
-        self.rated = torchmetrics.MetricCollection(
-            {
-                "val/f1": MulticlassF1Score(4),
-                "val/precision": torchmetrics.Precision("multiclass", num_classes=4),
-            }
-        )
+        precision = torchmetrics.Precision("multiclass", num_classes=4)
+        pair = {"val/f1": MulticlassF1Score(4), "val/precision": precision}
+        self.rated = torchmetrics.MetricCollection(pair)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         out = self.net(batch[0])

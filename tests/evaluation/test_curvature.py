@@ -182,8 +182,5 @@ def test_flat_losses_and_losses_that_are_not_finite(size: int) -> None:
 def test_a_loss_that_cannot_be_differentiated_twice_is_refused_by_name() -> None:
     data, learner = made("logistic regression")[1], Rough(30)
     with pytest.raises(UserError, match="Rough: its loss cannot be differentiated twice"):
-        top(
-            Hessian(Evaluator(learner, Layout(learner), data), torch.ones(30), samples_of(data)),
-            1e-3,
-            0,
-        )
+        evaluator = Evaluator(learner, Layout(learner), data)
+        top(Hessian(evaluator, torch.ones(30), samples_of(data)), 1e-3, 0)

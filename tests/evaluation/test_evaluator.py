@@ -65,9 +65,8 @@ def test_mean_loss_logs_and_gradient_are_those_of_all_samples_at_once() -> None:
     )
     loss = loss.detach()
     assert measured.samples == len(y) and measured.loss == pytest.approx(float(loss), rel=1e-12)
-    assert measured.logged["train/acc"] == pytest.approx(
-        float((out.argmax(1) == y).double().mean()), abs=1e-7
-    )
+    expected = float((out.argmax(1) == y).double().mean())
+    assert measured.logged["train/acc"] == pytest.approx(expected, abs=1e-7)
     assert measured.logged["train/loss"] == pytest.approx(float(loss), rel=1e-12)
     assert measured.gradient is not None
     assert torch.allclose(measured.gradient, gradient, rtol=1e-11, atol=1e-14)
@@ -79,10 +78,8 @@ def test_mean_loss_logs_and_gradient_are_those_of_all_samples_at_once() -> None:
 def test_samples_that_several_clients_hold_count_as_often() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(6, 20, dtype=torch.float64), torch.arange(6) % 4
-    data, learner = (
-        InMemoryDataModule((x, y), clients=[[0, 1, 1], [1, 2, 3, 4, 5], [5]], batch_size=2),
-        Lit(),
-    )
+    data = InMemoryDataModule((x, y), clients=[[0, 1, 1], [1, 2, 3, 4, 5], [5]], batch_size=2)
+    learner = Lit()
     found, w = evaluator(learner, data)
     own = torch.tensor([0, 1, 1, 1, 2, 3, 4, 5, 5])
     expected = cross_entropy(learner.net(x[own]), y[own])
@@ -107,9 +104,8 @@ def test_each_client_at_its_own_model_with_what_validation_logs() -> None:
         assert float(each[j]["loss"]) == pytest.approx(
             float(cross_entropy(out, y).detach()), rel=1e-12
         )
-        assert float(each[j]["val/acc"]) == pytest.approx(
-            float((out.argmax(1) == y).double().mean()), rel=1e-6
-        )
+        expected = float((out.argmax(1) == y).double().mean())
+        assert float(each[j]["val/acc"]) == pytest.approx(expected, rel=1e-6)
     assert np.isnan(each[2]["loss"]) and "train/loss" not in each[0]
 
 

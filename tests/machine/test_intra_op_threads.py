@@ -63,11 +63,8 @@ def test_processes_of_a_run_share_the_cores(tmp_path: Path) -> None:
 
 def test_runs_of_a_sweep_use_the_threads_of_their_cores(tmp_path: Path) -> None:
     """Two runs on two cores: each has one core, on which two threads would wait in a loop."""
-    (tmp_path / "s.yaml").write_text(
-        "configs: [base, data/digits]\n"
-        "fixed: {trainer.max_epochs: 1}\n"
-        "grid: {seed_everything: [1, 2]}\n"
-    )
+    text = "configs: [base, data/digits]\nfixed: {trainer.max_epochs: 1}\n"
+    (tmp_path / "s.yaml").write_text(f"{text}grid: {{seed_everything: [1, 2]}}\n")
     command(tmp_path, "sweep", "s.yaml", "--jobs=2", cores=2, OMP_NUM_THREADS="2")
     records = sorted(tmp_path.rglob("run.json"))
     assert [json.loads(r.read_text())["machine"]["threads"] for r in records] == [1, 1]

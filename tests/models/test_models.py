@@ -143,12 +143,8 @@ def test_learner_trains_and_logs_under_the_published_names():
     predicted = torch.cat(run.predict(learner, loader))
     torch.testing.assert_close(predicted.sum(1), torch.ones(90))
     rates = {"lr": 0.5, "weight_decay": 1e-4, "momentum": 0.0}
-    assert dict(learner.hparams) == {
-        "num_classes": 3,
-        "label_smoothing": 0.0,
-        "metrics": (),
-        **rates,
-    }
+    expected = {"num_classes": 3, "label_smoothing": 0.0, "metrics": (), **rates}
+    assert dict(learner.hparams) == expected
     assert rates.items() <= learner.configure_optimizers().param_groups[0].items()
 
 

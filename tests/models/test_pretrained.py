@@ -83,8 +83,7 @@ def logits(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kind", "method"),
-    [("opt", "fedit"), ("opt", "flora"), ("gpt2", "fedit"), ("gpt2", "fedex")],
+    ("kind", "method"), [("opt", "fedit"), ("opt", "flora"), ("gpt2", "fedit"), ("gpt2", "fedex")]
 )
 def test_folders_have_the_logits_of_the_export(kind: str, method: str, tmp_path: Path) -> None:
     methods = {"fedit": [], "flora": [StackedAdapters()], "fedex": [ResidualMerge()]}[method]

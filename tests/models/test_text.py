@@ -80,10 +80,8 @@ def test_tied_embeddings_are_one_parameter() -> None:
     learner = CausalLanguageModel(config=opt(layers=3))
     layout = Layout(learner)
     assert layout.size == 3 * opt_layer() + opt_rest()
-    head, embedding = (
-        learner.network.get_output_embeddings(),
-        learner.network.get_input_embeddings(),
-    )
+    head = learner.network.get_output_embeddings()
+    embedding = learner.network.get_input_embeddings()
     assert head.weight is embedding.weight
     assert sum("embed_tokens" in n or "lm_head" in n for n in layout) == 1
     untied = Layout(CausalLanguageModel(config=opt(layers=3, tie_word_embeddings=False)))
@@ -148,9 +146,7 @@ def test_a_folder_in_half_precision_is_trained_in_single_and_its_entries_can_be_
     )
 
 
-def test_a_folder_of_another_architecture_is_told_before_its_weights_are_read(
-    tmp_path: Path,
-) -> None:
+def test_another_architecture_is_told_before_weights_are_read(tmp_path: Path) -> None:
     CausalLanguageModel(config=opt()).network.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"'opt', and config\.model_type is 'llama'.*null"):
         CausalLanguageModel(path=str(tmp_path), config={"model_type": "llama"})
@@ -188,7 +184,7 @@ def test_what_cannot_be_made_is_one_paragraph(
     assert str(error.value).startswith("CausalLanguageModel: ") and "\n" not in str(error.value)
 
 
-def test_without_the_libraries_the_extra_is_named(
+def test_missing_libraries_name_their_extra(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)

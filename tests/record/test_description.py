@@ -153,9 +153,8 @@ class Refusing(DummyLogger):
 
 def test_a_logger_that_refuses_them_does_not_end_the_run() -> None:
     run = trainer(1, logger=Refusing())
-    with pytest.warns(
-        UserWarning, match="Refusing did not take the hyper-parameters: Changing param"
-    ):
+    told = "Refusing did not take the hyper-parameters: Changing param"
+    with pytest.warns(UserWarning, match=told):
         run.fit(federated(), blobs())
     assert run.current_epoch == 1
 

@@ -49,13 +49,8 @@ def ran(
     every: list[Any] = [c.FederatedProgressBar(), c.RunCard()]
     if folders:
         every = [run, *every, RunCheckpoint(run), RunRecord("{}", ["fl-lightning", "fit"])]
-    fit = trainer(
-        rounds,
-        [*every[:1], *callbacks, *every[1:]],
-        default_root_dir=str(folder),
-        enable_progress_bar=True,
-        enable_checkpointing=True,
-    )
+    shown = dict.fromkeys(("enable_progress_bar", "enable_checkpointing"), True)
+    fit = trainer(rounds, [*every[:1], *callbacks, *every[1:]], default_root_dir=folder, **shown)
     fit.fit(module := federated(learner, **settings), data())
     return module
 

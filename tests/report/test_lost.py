@@ -113,9 +113,7 @@ def test_a_run_whose_last_value_is_no_number_has_lost(
         assert set(view.values["ours"].values()) == {None}
 
 
-def test_a_run_whose_last_value_is_no_number_scores_0_where_greater_is_better(
-    tmp_path: Path,
-) -> None:
+def test_a_last_value_that_is_no_number_scores_0_if_greater_is_better(tmp_path: Path) -> None:
     folder = sweep(tmp_path / "s", "val/f1", [3.0, 3.0, NAN])
     (said,) = judged(tmp_path, folder, metric="val/f1", direction="greater")[0]["claims"]
     assert said["verdict"] == "contradicted" and said["values"]["0"] == -1.0

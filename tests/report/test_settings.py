@@ -107,10 +107,8 @@ def test_sweeps_with_other_claims_keep_their_arms_apart(tmp_path: Path) -> None:
         written(tmp_path / name / "claims.yaml", {"id": f"{name}-A", **claim})
     found = report(tmp_path / "out", tmp_path / "one", tmp_path / "two")
     assert set(found["arms"]) == {"one/base", "one/up", "two/base", "two/up"}
-    assert [(e["id"], e["verdict"]) for e in found["claims"]] == [
-        ("one-A", "reproduced"),
-        ("two-A", "contradicted"),
-    ]
+    expected = [("one-A", "reproduced"), ("two-A", "contradicted")]
+    assert [(e["id"], e["verdict"]) for e in found["claims"]] == expected
     assert set(found["settings"]) == {"one/all", "two/all"}
     # half of one sweep elsewhere: still one
     for folder in (tmp_path / "one/up/seed-4", tmp_path / "one/base/seed-4"):

@@ -12,16 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fl_lightning import callbacks as c
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.callbacks import (
-    CommunicationLogger,
-    Gossip,
-    GradientTracking,
-    PushSum,
-    RelaxedInitialization,
-    SharpnessAwareMinimization,
-    SystemHeterogeneity,
-)
 from fl_lightning.record.metrics_csv import MetricsCSV
 from fl_lightning.topologies import ErdosRenyi, ExponentialGraph, Ring
 from tests.helpers.learners import Lit, blobs, federated, last_checkpoint, trainer
@@ -59,18 +51,22 @@ class KilledAtTheEnd(FederatedCallback):
 
 # Callbacks, participation, momentum kept.
 CASES: dict[str, tuple[Callable[[], list[Any]], Any, bool]] = {
-    "oledfl": (lambda: [Gossip(Ring(), gossip_steps=2), RelaxedInitialization(0.5)], "all", True),
+    "oledfl": (
+        lambda: [c.Gossip(Ring(), gossip_steps=2), c.RelaxedInitialization(0.5)],
+        "all",
+        True,
+    ),
     "kgt": (
         lambda: [
-            GradientTracking(),
-            SharpnessAwareMinimization(0.05),
-            Gossip(ErdosRenyi(0.5, varying=True), keeps="last"),
-            SystemHeterogeneity(dropout=0.2),
+            c.GradientTracking(),
+            c.SharpnessAwareMinimization(0.05),
+            c.Gossip(ErdosRenyi(0.5, varying=True), keeps="last"),
+            c.SystemHeterogeneity(dropout=0.2),
         ],
         7,
         False,
     ),
-    "sgp": (lambda: [PushSum(ExponentialGraph()), SystemHeterogeneity(min_work=0.5)], 6, True),
+    "sgp": (lambda: [c.PushSum(ExponentialGraph()), c.SystemHeterogeneity(min_work=0.5)], 6, True),
 }
 
 
@@ -91,7 +87,7 @@ def run(folder: Path, name: str, dies: str, rank: int, world: int) -> None:
         ROUNDS,
         [
             *callbacks(),
-            CommunicationLogger(),
+            c.CommunicationLogger(),
             KilledAtTheEnd(dies == "end"),
             last_checkpoint(folder),
         ],

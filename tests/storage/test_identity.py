@@ -114,7 +114,7 @@ def test_other_values_in_a_long_array_are_refused(tmp_path: Path, kind: Any) -> 
         ),
     ],
 )
-def test_of_an_optimizer_the_option_is_told(
+def test_an_option_that_changed_is_told(
     tmp_path: Path, setting: str, make: Any, words: str
 ) -> None:
     fit([], rounds=1, folder=str(tmp_path))

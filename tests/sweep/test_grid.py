@@ -123,9 +123,8 @@ def test_what_is_chosen_of_a_method_is_chosen_by_the_arms_that_have_it(tmp_path:
     text = "configs: [base]\ngrid: {method: [method/fedavg, method/fedinit, [method/scaffold, "
     text += "method/ri]]}\nselect: {over: {method.beta: [0.1, 0.2]}, seeds: [7]}"
     found = tried(tmp_path, text)
-    assert [(each.arm, each.choice["method.beta"]) for each in found] == [
-        (arm, beta) for arm in ("fedinit", "scaffold-ri") for beta in (0.1, 0.2)
-    ]
+    expected = [(arm, beta) for arm in ("fedinit", "scaffold-ri") for beta in (0.1, 0.2)]
+    assert [(each.arm, each.choice["method.beta"]) for each in found] == expected
     assert found[0].runs[0].place == "select/fedinit/0.1/seed-7"
     with pytest.raises(UserError, match=r"method\.gamma: no arm has a method with this option"):
         tried(tmp_path, text.replace("method.beta", "method.gamma"))

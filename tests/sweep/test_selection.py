@@ -3,7 +3,6 @@ the closing table of a sweep."""
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from fl_lightning.lab.sweep.run_queue import ProgressTable
 from fl_lightning.lab.sweep.selection import Candidate, choose
 from fl_lightning.lab.sweep.sweep_file import Selection
 from fl_lightning.lab.sweep.sweep_folder import DIVERGED, DONE, WAITING
+from tests.helpers.commands import table
 from tests.report.folders import make_run
 
 INF = float("inf")
@@ -63,7 +63,7 @@ def test_a_candidate_that_has_lost_is_not_chosen(
     tmp_path: Path, metric: str, tried: Tried, scores: dict[str, str]
 ) -> None:
     assert chosen(tmp_path, metric, {"arm": tried}) == {"arm": "1e-4"}
-    rows = list(csv.DictReader((tmp_path / "select.csv").read_text().splitlines()))
+    rows = table(tmp_path / "select.csv")
     assert {row["lr"]: row[f"{metric} (tail)"] for row in rows} == scores
 
 

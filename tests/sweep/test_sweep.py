@@ -3,7 +3,6 @@ tasks."""
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 import os
@@ -16,14 +15,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers.commands import typed
+from tests.helpers.commands import table, typed
 from tests.helpers.zygote import Cli
 from tests.sweep.conftest import states
+
+pytestmark = pytest.mark.slow
 
 ONE_ARM = ("method=method/fedavg", "trainer.max_epochs=1")
 
 
-@pytest.mark.slow
 def test_what_diverges_or_fails_is_recorded_and_the_rest_goes_on(cli: Cli) -> None:
     (cli.folder / "s.yaml").write_text("""
 configs: [base, data/digits, trainer/cpu]
@@ -49,7 +49,6 @@ grid:
     assert again.returncode == 3 and diverged.stat().st_mtime_ns == when
 
 
-@pytest.mark.slow
 def test_select_chooses_with_other_seeds_on_held_out_data(cli: Cli) -> None:
     (cli.folder / "s.yaml").write_text("""
 configs: [base, data/digits, trainer/cpu]
@@ -65,10 +64,10 @@ select:
 """)
     assert cli("sweep", "s.yaml", "--jobs", 2).returncode == 0
     folder = cli.folder / "runs/s"
-    with open(folder / "select.csv") as file:
-        keys = ("arm", "model.learner.init_args.lr", "method.beta", "chosen")
-        table = [tuple(row[key] for key in keys) for row in csv.DictReader(file)]
-    assert table == [  # FedAvg has no β to choose
+    keys = ("arm", "model.learner.init_args.lr", "method.beta", "chosen")
+    assert [
+        tuple(row[key] for key in keys) for row in table(folder / "select.csv")
+    ] == [  # FedAvg has no β to choose
         ("fedavg", "1e-06", "", ""),
         ("fedavg", "0.1", "", "yes"),
         ("fedinit", "1e-06", "0.1", ""),
@@ -90,7 +89,6 @@ select:
     assert set(json.loads((folder / "report.json").read_text())["arms"]) == {"fedavg", "fedinit"}
 
 
-@pytest.mark.slow
 def test_a_metric_that_no_run_logs_ends_the_selection_after_its_first_run(cli: Cli) -> None:
     (cli.folder / "s.yaml").write_text("""
 configs: [base, data/digits, trainer/cpu]
@@ -109,7 +107,6 @@ select:
     assert len(list((cli.folder / "runs/s/select").rglob("metrics.csv"))) == 1
 
 
-@pytest.mark.slow
 def test_an_arm_without_a_working_candidate_does_not_hold_up_the_others(cli: Cli) -> None:
     (cli.folder / "s.yaml").write_text("""
 configs: [base, data/digits, trainer/cpu]
@@ -147,7 +144,6 @@ select:
 """
 
 
-@pytest.mark.slow
 def test_an_arm_begins_from_what_another_chose(cli: Cli) -> None:
     (cli.folder / "s.yaml").write_text(AFTER)
     folder = cli.folder / "runs/s"
@@ -182,8 +178,9 @@ def test_an_arm_begins_from_what_another_chose(cli: Cli) -> None:
     chosen = yaml.safe_load((folder / "selections.yaml").read_text())
     assert list(chosen) == ["ri", "fedavg"]
     assert list(chosen["ri"]) == ["model.learner.init_args.lr", "method.beta"]
-    with open(folder / "select.csv") as file:
-        rates = [(row["arm"], row["model.learner.init_args.lr"]) for row in csv.DictReader(file)]
+    rates = [
+        (row["arm"], row["model.learner.init_args.lr"]) for row in table(folder / "select.csv")
+    ]
     assert rates == [("ri", "0.1"), ("ri", "0.1"), ("fedavg", "1e-06"), ("fedavg", "0.1")]
     own = json.loads((folder / "ri/seed-1/run.json").read_text())["command"]
     assert "--model.learner.init_args.lr=0.1" in own
@@ -191,7 +188,6 @@ def test_an_arm_begins_from_what_another_chose(cli: Cli) -> None:
     assert taken.stdout.count("--model.learner.init_args.lr=0.1") == 2
 
 
-@pytest.mark.slow
 def test_more_rounds_and_seeds_go_on_in_one_folder(cli: Cli, sweep_file: Path) -> None:
     assert cli("sweep", sweep_file, *ONE_ARM, "seed_everything=0").returncode == 0
     longer = ("method=method/fedavg", "trainer.max_epochs=2", "seed_everything=[0,1]")
@@ -204,7 +200,6 @@ def test_more_rounds_and_seeds_go_on_in_one_folder(cli: Cli, sweep_file: Path) -
     assert len(rows) == 3 and "going on with round 2" in log
 
 
-@pytest.mark.slow
 def test_what_cannot_work_is_said_before_anything_runs(cli: Cli, sweep_file: Path) -> None:
     wrong = "{configs: [method/scaffold], method.beta: 1}]"
     sweep_file.write_text(sweep_file.read_text().replace("method/scaffold]", wrong))
@@ -213,7 +208,6 @@ def test_what_cannot_work_is_said_before_anything_runs(cli: Cli, sweep_file: Pat
     assert not list(cli.folder.glob("runs/demo/*/*"))
 
 
-@pytest.mark.slow
 def test_claims_come_before_the_runs(cli: Cli, sweep_file: Path) -> None:
     """Also before those that select."""
     claim = "- {id: A1, a: ARM, b: fedavg, metric: val/acc, direction: greater, margin: 0.005}\n"
@@ -235,7 +229,6 @@ def test_claims_come_before_the_runs(cli: Cli, sweep_file: Path) -> None:
     assert removed.returncode == 2 and "it names no claims" in removed.stderr
 
 
-@pytest.mark.slow
 def test_a_slurm_task_is_one_run(cli: Cli, python: str, sweep_file: Path) -> None:
     two = ("sweep", sweep_file, *ONE_ARM, "seed_everything=[0,1]")
     assert cli(*two, "--slurm", "job.sh").returncode == 0
@@ -259,7 +252,6 @@ def test_a_slurm_task_is_one_run(cli: Cli, python: str, sweep_file: Path) -> Non
     assert set(states(cli.folder / "runs/demo").values()) == {"done"}
 
 
-@pytest.mark.slow
 def test_everything_that_decides_a_run_is_compared(cli: Cli, sweep_file: Path) -> None:
     few = ("method=method/fedavg", "trainer.max_epochs=2", "seed_everything=0")
     assert cli("sweep", sweep_file, *few).returncode == 0
@@ -299,10 +291,7 @@ class Threads(FederatedCallback):
 """
 
 
-@pytest.mark.slow
-def test_a_run_of_a_sweep_has_the_bits_of_the_command_that_it_lists(
-    python: str, tmp_path: Path
-) -> None:
+def test_a_run_of_a_sweep_has_the_bits_of_its_command(python: str, tmp_path: Path) -> None:
     """Whatever the number of threads, which is the environment's, but for what validation logs."""
     (tmp_path / "mine.py").write_text(METHOD)
     (tmp_path / "s.yaml").write_text("""
@@ -333,10 +322,7 @@ grid: {seed_everything: [0]}
     # Bindings tell what they leave where an interpreter ends, which a forked one does not.
     assert "nanobind" not in told(sys.executable, 1, "sweep", "s.yaml").stderr
     alone, swept = (
-        [
-            {k: v for k, v in row.items() if not k.startswith("time/")}
-            for row in csv.DictReader(path.open())
-        ]
+        [{k: v for k, v in row.items() if not k.startswith("time/")} for row in table(path)]
         for path in (tmp_path / "alone/metrics.csv", tmp_path / "runs/s/s/seed-0/metrics.csv")
     )
     assert [row.pop("threads") for row in swept] == ["1.0"]
@@ -351,7 +337,6 @@ grid: {seed_everything: [0]}
     assert alone == swept
 
 
-@pytest.mark.slow
 def test_runs_go_seed_by_seed_and_finished_folders_are_done(cli: Cli, sweep_file: Path) -> None:
     few = typed("method=[method/fedavg,method/scaffold] trainer.max_epochs=2 --jobs 1")
     few += typed("seed_everything=[0,1]")
