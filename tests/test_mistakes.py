@@ -87,10 +87,8 @@ def test_an_optimizer_s_class_is_one() -> None:
 
 
 def test_a_learner_by_itself_on_federated_data() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"but the Trainer got Lit without a FederatedModule. Wrap it: .*FederatedModule\(Lit",
-    ):
+    told = r"but the Trainer got Lit without a FederatedModule. Wrap it: .*FederatedModule\(Lit"
+    with pytest.raises(UserError, match=told):
         trainer(1).fit(Lit(), blobs())
     trainer(1).validate(Lit().double(), blobs(), verbose=False)  # which needs no rounds
 
@@ -128,24 +126,16 @@ def test_a_variable_chooses_the_lightning_before_imports_do(bare_python: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["pytorch_lightning", "lightning.pytorch"])
 def test_the_trainer_of_the_other_lightning(bare_python: str, first: str) -> None:
-    """A package that was imported before decided which is ours.
-
-    The Trainer said that a module must be one.
-    """
+    """A package that was imported before decided which is ours."""
     pytest.importorskip("lightning.pytorch")
     if pl.__name__ != "pytorch_lightning":
         pytest.skip(
             "under make test-lightning both names are one package, so there is no other Trainer"
         )
-    second = {"pytorch_lightning": "lightning.pytorch", "lightning.pytorch": "pytorch_lightning"}[
-        first
-    ]
+    (second,) = {"pytorch_lightning", "lightning.pytorch"} - {first}
     code = OTHER.format(first=first, second=second)
     ended = subprocess.run([bare_python, "-c", code], capture_output=True, text=True, timeout=300)
-    told = [
-        line
-        for line in ended.stdout.splitlines()
-        if line.startswith("UserError this Trainer is of " + second)
-    ]
+    begin = f"UserError this Trainer is of {second}"
+    told = [line for line in ended.stdout.splitlines() if line.startswith(begin)]
     assert len(told) == 4 and f"FederatedModule of {first}" in told[0], ended.stdout + ended.stderr
     assert "its own fits" in ended.stdout

@@ -1,7 +1,4 @@
-"""FederatedModule around learners that know nothing of it.
-
-An epoch is a round, and all of Lightning works.
-"""
+"""FederatedModule around learners that know nothing of it."""
 
 from __future__ import annotations
 
@@ -16,11 +13,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from fl_lightning import FederatedCallback, FederatedModule, UserError
-from fl_lightning.callbacks import (
-    ControlVariates,
-    RelaxedInitialization,
-    RobustAggregation,
-)
+from fl_lightning.callbacks import ControlVariates, RelaxedInitialization, RobustAggregation
 from fl_lightning.datamodules import Dirichlet, InMemoryDataModule
 from tests.helpers.learners import Lit, Normed, blobs, client_rows, federated, trainer
 
@@ -68,10 +61,7 @@ def test_test_and_predict_run_on_the_global_model() -> None:
 
 
 class Sampling(Lit):
-    """Draws where no client trains.
-
-    As a round begins, and in validation, as a variational autoencoder does.
-    """
+    """Draws where no client trains."""
 
     def on_train_epoch_start(self) -> None:
         self.scale = float(np.random.rand())
@@ -103,9 +93,8 @@ def test_init_from_starts_where_another_run_ended(tmp_path: Any) -> None:
     first = federated()
     trainer(3).fit(first, blobs())
     first.export(tmp_path / "model.pt")
-    second = federated(
-        init_from=str(tmp_path / "model.pt"), client_optimizer=lambda p: torch.optim.SGD(p, lr=0.0)
-    )
+    init_from = str(tmp_path / "model.pt")
+    second = federated(init_from=init_from, client_optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
     trainer(1).fit(second, blobs())
     assert torch.equal(first.global_vector, second.global_vector)
 
@@ -145,23 +134,18 @@ def test_frozen_parameters_may_be_in_half_precision(engine: str) -> None:
     assert module.export().net[0].weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
-@pytest.mark.parametrize(("quick", "steps"), [(True, 1), (2, 2), (100, 9)])
+@pytest.mark.parametrize(
+    ("quick", "steps", "engine"),
+    [(True, 1, "sequential"), (2, 2, "concurrent"), (2, 2, "stacked"), (100, 9, "sequential")],
+)
 @pytest.mark.filterwarnings("ignore:engine=")
 def test_fast_dev_run_trains_so_many_batches_of_one_client(
     quick: Any, steps: int, engine: str
 ) -> None:
-    """And no more than the client would.
-
-    In one round, whatever max_epochs says, and methods for many work too.
-    """
-    module, data, run = (
-        federated(engine=engine, local_epochs=3),
-        blobs(),
-        trainer(5, fast_dev_run=quick),
-    )
+    """And no more than the client would."""
+    module, run = federated(engine=engine, local_epochs=3), trainer(5, fast_dev_run=quick)
     run.callbacks.append(RobustAggregation(rule="krum", byzantine=0))
-    run.fit(module, data)
+    run.fit(module, blobs())
     assert run.callback_metrics["cost/gradients"] == steps and run.current_epoch == 1
     assert len(module.participants(0)) == 1 and torch.isfinite(module.global_vector).all()
     other = federated(engine=engine, local_epochs=3)
@@ -256,17 +240,12 @@ def test_a_fit_that_ended_in_a_validation_goes_on_after_trainer_validate() -> No
 def test_a_run_that_drew_its_seed_resumes_with_it(tmp_path: Path) -> None:
     """The partition follows from the seed, and is there before a checkpoint is read."""
     x, y = torch.randn(200, 20, dtype=torch.float64), torch.arange(200) % 4
+    split: dict[str, Any] = {"partition": Dirichlet(0.5), "num_clients": 10}
 
     def fitted(rounds: int, seed: int | None = None, start: Path | None = None) -> Any:
-        module, run = (
-            federated(seed=seed),
-            trainer(rounds, [ControlVariates()], default_root_dir=tmp_path),
-        )
-        run.fit(
-            module,
-            InMemoryDataModule((x, y), partition=Dirichlet(0.5), num_clients=10),
-            ckpt_path=start,
-        )
+        module, data = federated(seed=seed), InMemoryDataModule((x, y), **split)
+        run = trainer(rounds, [ControlVariates()], default_root_dir=tmp_path)
+        run.fit(module, data, ckpt_path=start)
         return module
 
     with pytest.warns(UserWarning, match=r"no seed was given: seed=\d+ was drawn"):
@@ -287,10 +266,8 @@ def test_what_is_kept_for_clients_is_not_handed_to_clients_of_other_data() -> No
         w, rows = module.global_vector.clone(), len(client_rows(module))
         run.fit_loop.max_epochs = 3
         if refused:
-            with pytest.raises(
-                UserError,
-                match=r"kept ControlVariates\.c_i for each client, and these data have other",
-            ):
+            told = r"kept ControlVariates\.c_i for each client, and these data have other"
+            with pytest.raises(UserError, match=told):
                 run.fit(module, blobs(clients=7))
             assert torch.equal(module.global_vector, w) and len(client_rows(module)) == rows > 0
             run.fit(module, blobs())

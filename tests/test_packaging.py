@@ -18,12 +18,8 @@ from tests.helpers.commands import typed
 ROOT = Path(__file__).parent.parent
 
 
-TOPS = {
-    "fl_lightning": "",
-    "callbacks": "fl_lightning/",
-    "datamodules": "fl_lightning/",
-    "configs": "fl_lightning/",
-}
+OURS = ("callbacks", "datamodules", "configs")
+TOPS = {"fl_lightning": "", **dict.fromkeys(OURS, "fl_lightning/")}
 
 
 def on_disk(*endings: str) -> list[str]:
@@ -62,7 +58,7 @@ def test_every_dependency_has_its_reason() -> None:
     assert names <= set(re.findall(r"[\w.\[\]-]+", " ".join(table)))
 
 
-@pytest.mark.parametrize("top", ["callbacks", "datamodules", "configs"])
+@pytest.mark.parametrize("top", OURS)
 def test_links_and_mapping(top: str) -> None:
     assert os.readlink(ROOT / "fl_lightning" / top) == f"../{top}"
     result = subprocess.run(
@@ -79,15 +75,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         source.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, source)
     for top in TOPS:
-        shutil.copytree(
-            ROOT / top, source / top, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    build = [
-        sys.executable,
-        *typed("-m pip wheel --quiet --no-deps --no-build-isolation -w"),
-        str(folder),
-        str(source),
-    ]
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / top, source / top, symlinks=True, ignore=ignore)
+    pip = typed("-m pip wheel --quiet --no-deps --no-build-isolation -w")
+    build = [sys.executable, *pip, str(folder), str(source)]
     done = subprocess.run(build, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     (built,) = folder.glob("*.whl")
@@ -97,33 +88,21 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_wheel_holds_everything(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert (
-        set(on_disk(".py", ".yaml", ".css", ".js", ".html", ".md", ".tex", ".bib", "py.typed"))
-        <= names
-    )
+    endings = typed(".py .yaml .css .js .html .md .tex .bib py.typed")
+    assert set(on_disk(*endings)) <= names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"fl_lightning"}
 
 
 @pytest.mark.slow
 def test_wheel_runs_outside_the_checkout(wheel: Path, bare_python: str, tmp_path: Path) -> None:
     site = tmp_path / "site"
-    install = [
-        sys.executable,
-        *typed("-m pip install --quiet --no-deps --target"),
-        str(site),
-        str(wheel),
-    ]
+    pip = typed("-m pip install --quiet --no-deps --target")
+    install = [sys.executable, *pip, str(site), str(wheel)]
     assert subprocess.run(install, capture_output=True).returncode == 0
     work = tmp_path / "work"
     work.mkdir()
-    code = (
-        f"import fl_lightning.__main__ as m; assert m.__file__.startswith({str(site)!r}), "
-        "m.__file__; "
-    )
-    code += (
-        "raise SystemExit(m.main(['fit', '-c', 'base', '-c', 'method/fedinit', '-c', "
-        "'debug/tiny']))"
-    )
+    code = f"import fl_lightning.__main__ as m; assert m.__file__.startswith({str(site)!r}); "
+    code += "raise SystemExit(m.main('fit -c base -c method/fedinit -c debug/tiny'.split()))"
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [bare_python, "-c", code], cwd=work, env=environment, capture_output=True, text=True

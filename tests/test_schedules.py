@@ -19,21 +19,16 @@ def test_learning_rates_follow_their_schedules() -> None:
 
     class See(pl.Callback):
         def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            seen.extend(
-                [
-                    float(trainer.callback_metrics["client_lr"]),
-                    pl_module.optimizers().param_groups[0]["lr"],
-                ]
-            )
+            seen.append(float(trainer.callback_metrics["client_lr"]))
+            seen.append(pl_module.optimizers().param_groups[0]["lr"])
 
     trainer(3, [See()]).fit(federated(lr_decay=0.5, server_lr_decay=Exponential(0.1)), blobs())
     assert seen == pytest.approx([0.1, 1.0, 0.05, 0.1, 0.025, 0.01])
 
 
 def test_a_cosine_falls_from_one_in_round_0_to_its_end_after_its_rounds() -> None:
-    assert [Cosine(4)(t) for t in range(7)] == pytest.approx(
-        [1, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4, 0, 0, 0]
-    )
+    expected = [1, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4, 0, 0, 0]
+    assert [Cosine(4)(t) for t in range(7)] == pytest.approx(expected)
     assert [Cosine(3, end=0.2)(t) for t in range(5)] == pytest.approx([1.0, 0.8, 0.4, 0.2, 0.2])
     assert [Cosine(1, end=0.3)(t) for t in range(2)] == [1.0, 0.3]
 
@@ -43,11 +38,8 @@ def test_steps_hold_from_their_round_on() -> None:
 
 
 def test_a_number_decays_geometrically_and_a_schedule_is_its_value() -> None:
-    assert (
-        decay_factor(0.5, 0) == 1.0
-        and decay_factor(0.5, 3) == 0.125
-        and decay_factor(Steps({0: 0.3}), 2) == 0.3
-    )
+    assert decay_factor(0.5, 0) == 1.0 and decay_factor(0.5, 3) == 0.125
+    assert decay_factor(Steps({0: 0.3}), 2) == 0.3
     assert Exponential(2.0)(3) == 8.0 and Exponential(10.0)(400) == math.inf
 
 
@@ -78,7 +70,5 @@ def test_schedules_start_at_their_scale() -> None:
     assert [Exponential(0.9)(t) for t in (0, 2)] == pytest.approx([1.0, 0.81])
     cosine = Cosine(4, end=0.5, scale=0.2)
     assert [cosine(t) for t in (0, 2, 4, 9)] == pytest.approx([0.2, 0.15, 0.1, 0.1])
-    assert (
-        Exponential(2.0, scale=-1.0)(10_000) == -float("inf")
-        and Exponential(2.0, scale=0.0)(10_000) == 0
-    )
+    assert Exponential(2.0, scale=-1.0)(10_000) == -float("inf")
+    assert Exponential(2.0, scale=0.0)(10_000) == 0

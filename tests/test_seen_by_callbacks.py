@@ -58,9 +58,8 @@ class Looking(Lit):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         optimizer: Any = self.optimizers()
-        assert {id(p) for p in optimizer.param_groups[0]["params"]} == {
-            id(p) for p in self.parameters()
-        }
+        expected = {id(p) for p in self.parameters()}
+        assert {id(p) for p in optimizer.param_groups[0]["params"]} == expected
         self.log("rate", optimizer.param_groups[0]["lr"])
         scheduler: Any = self.lr_schedulers()
         if scheduler is not None:
@@ -89,8 +88,13 @@ class Warming(Lit):
             group["lr"] = 0.01 * (1 + self.current_epoch)
 
 
-@pytest.mark.parametrize("engine", ["auto", "sequential", "concurrent", "stacked"])
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_epoch_start"])
+@pytest.mark.parametrize(
+    ("hook", "engine"),
+    [
+        *(("on_train_batch_start", engine) for engine in ("auto", "sequential", "stacked")),
+        *(("on_train_epoch_start", engine) for engine in ("auto", "concurrent")),
+    ],
+)
 def test_a_rate_that_a_hook_sets_is_refused(engine: str, hook: str) -> None:
     module = federated(Warming(hook), engine=engine)
     with pytest.raises(UserError, match=r"only to read: lr=0\.01 would have no effect"):
@@ -117,9 +121,8 @@ def test_the_learners_optimizer_is_the_clients(engine: str) -> None:
 
 def test_a_compiled_learner_is_refused_with_the_way_out() -> None:
     compiled: Any = torch.compile(Lit())
-    with pytest.raises(
-        UserError, match=r"torch\.compile\(Lit\(…\)\).*FederatedModule\(Lit\(…\), …\)"
-    ):
+    told = r"torch\.compile\(Lit\(…\)\).*FederatedModule\(Lit\(…\), …\)"
+    with pytest.raises(UserError, match=told):
         FederatedModule(compiled)
     with pytest.raises(UserError, match="Classifier"):
         FederatedModule(nn.Linear(2, 2))
@@ -129,11 +132,8 @@ def test_what_a_method_makes_of_another_optimizers_steps_is_said_of_that_optimiz
     module = federated(client_optimizer=lambda p: torch.optim.Adam(p, lr=0.01))
     trainer(1, [ControlVariates()]).fit(module, blobs())
     (note,) = module.notes
-    assert (
-        note.startswith("ControlVariates: it takes")
-        and "a step of Adam" in note
-        and "momentum" not in note
-    )
+    assert note.startswith("ControlVariates: it takes") and "a step of Adam" in note
+    assert "momentum" not in note
 
 
 class Monitored(pl.Callback):

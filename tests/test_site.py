@@ -20,16 +20,8 @@ EXTRA = ("sphinx", "furo", "myst_parser", "sphinx_gallery", "sphinx_copybutton")
 ABSENT = [name for name in EXTRA if importlib.util.find_spec(name) is None]
 
 # What a browser fetches of itself when it shows a page.
-FETCHED = {
-    "link": "href",
-    "script": "src",
-    "img": "src",
-    "source": "src",
-    "iframe": "src",
-    "video": "src",
-    "object": "data",
-    "use": "href",
-}
+FETCHED = {"link": "href", "object": "data", "use": "href"}
+FETCHED |= dict.fromkeys(("script", "img", "source", "iframe", "video"), "src")
 
 
 class Fetched(HTMLParser):
@@ -63,9 +55,7 @@ def foreign(site: Path) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(ABSENT), reason=f"{ABSENT} not installed: pip install -e '.[docs]'")
-def test_the_site_is_built_without_warnings_and_fetches_nothing(
-    python: str, tmp_path: Path
-) -> None:
+def test_the_site_builds_without_warnings_and_fetches_nothing(python: str, tmp_path: Path) -> None:
     # What a build writes beside the pages must not meet another build's.
     for folder in ("docs", "examples", "configs", "studies"):
         passed = shutil.ignore_patterns("generated", "__pycache__")
@@ -111,10 +101,8 @@ def test_norms_beside_a_sum_stay_as_high_as_what_they_hold(monkeypatch: pytest.M
     monkeypatch.syspath_prepend(str(DOCS / "site"))
     drawn = importlib.import_module("mathml").drawn
     norm = drawn(r"\sum_i \lVert u_i \rVert \; \left( \frac{1}{2} \right)", block=True)
-    assert re.findall(r"<mo([^>]*)>‖", norm) == [
-        ' stretchy="false" form="prefix"',
-        ' stretchy="false" form="postfix"',
-    ]
+    expected = [' stretchy="false" form="prefix"', ' stretchy="false" form="postfix"']
+    assert re.findall(r"<mo([^>]*)>‖", norm) == expected
     assert "<mo>(</mo>" in norm and "<mo>)</mo>" in norm
     assert 'form="infix">‖' in drawn(r"\left( p \, \Vert \, q \right)", block=True)
     (rounded,) = re.findall(r"<mo([^>]*)>⌋", drawn(r"\lfloor r_j \rfloor", block=False))

@@ -1,7 +1,4 @@
-"""Lightning's callbacks that average weights.
-
-Over rounds, what is evaluated and exported, resumed to the same bits.
-"""
+"""Lightning's callbacks that average weights."""
 
 from __future__ import annotations
 
@@ -12,11 +9,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import (
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    WeightAveraging,
-)
+from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from torch import Tensor
 
 from fl_lightning import FederatedModule
@@ -62,8 +55,9 @@ def fitted(
     return module, saving
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ["sequential", "concurrent"])
+@pytest.mark.parametrize(
+    ("engine", "kind"), [("sequential", "ema"), ("sequential", "mean"), ("concurrent", "ema")]
+)
 @pytest.mark.filterwarnings("ignore:engine=")
 def test_averages_are_over_rounds_evaluated_and_exported(
     kind: str, engine: str, tmp_path: Path

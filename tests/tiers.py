@@ -58,7 +58,6 @@ LEFT_OUT = [
     # papers' tables and their replays, reports of real runs, figures
     "fl_lightning/testing.py",
     "tests/benchmarks",
-    "tests/report/test_claims.py::test_of_families_without_effect_few_hold_a_finding",
     "tests/report/test_files.py",
     "tests/report/test_real_runs.py",
     # every pair of a learner and data, every odd option
@@ -78,7 +77,6 @@ LEFT_OUT = [
     # at any line, at any byte, in every engine
     "tests/storage/test_checkpoint_io.py::test_every_flipped_bit_is_found_or_harmless",
     "tests/storage/test_segments.py::test_every_flipped_bit_is_found_or_harmless",
-    "tests/storage/test_client_store.py::test_the_more_segments",
     "tests/storage/test_client_store.py::test_any_sequence_of_operations_equals_a_dict",
     "tests/test_loggers.py::test_a_kill_at_any_byte",
     "tests/test_loop.py::test_fitted_again_after_an_exception",
@@ -161,7 +159,7 @@ CASES = {
         "method/fedrep]",
     ],
     "tests/engines/test_every_method.py::test_forked_processes_leave_the_bits_of_sequential": [
-        "method/scaffold]",
+        "method/scaffold]"
     ],
     "tests/engines/test_every_method.py::test_a_run_goes_on_with_the_same_or_another_engine": [
         "concurrent-concurrent-False]",

@@ -3,7 +3,6 @@ has."""
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from fl_lightning import load
 from fl_lightning.lab.analysis.landscape import directions
 from fl_lightning.learner.layout import Layout
 from fl_lightning.models import ResNet20
-from tests.helpers.commands import typed
+from tests.helpers.commands import table, typed
 from tests.helpers.zygote import Cli
 
 FIT = typed("fit -c base -c data/digits -c trainer/cpu --trainer.enable_progress_bar false")
@@ -26,6 +25,11 @@ MEASURED = ("--method+", "GlobalLossLogger", "--method+", "HessianLogger", "--me
 def read(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text())
     return found
+
+
+def last(folder: Path) -> dict[str, float]:
+    """The metrics of the last round."""
+    return {name: float(value) for name, value in table(folder / "metrics.csv")[-1].items()}
 
 
 def fitted(cli: Cli, name: str, *argv: str) -> Path:
@@ -44,19 +48,14 @@ def test_a_run_with_its_own_head_is_analysed_as_it_is_evaluated(cli: Cli) -> Non
         found.stderr
     )
     ours = read(folder / "hessian.json")
-    with open(folder / "metrics.csv") as file:
-        logged = {name: float(value) for name, value in list(csv.DictReader(file))[-1].items()}
+    logged = last(folder)
     for name in ("top_eigenvalue", "trace", "trace_stderr", "norm"):
         assert ours[name] == pytest.approx(logged[f"hessian/{name}"], rel=1e-6)
-    assert ours["samples"] == 1438 and ours["loss"] == pytest.approx(
-        logged["global/train_loss"], rel=1e-6
-    )
-    with open(folder / "hessian.csv") as file:
-        (row,) = csv.DictReader(file)
-    assert (
-        float(row["top_eigenvalue"]) == ours["top_eigenvalue"]
-        and (folder / "hessian.png").stat().st_size > 10_000
-    )
+    assert ours["samples"] == 1438
+    assert ours["loss"] == pytest.approx(logged["global/train_loss"], rel=1e-6)
+    (row,) = table(folder / "hessian.csv")
+    assert float(row["top_eigenvalue"]) == ours["top_eigenvalue"]
+    assert (folder / "hessian.png").stat().st_size > 10_000
     slice_ = ours["slice"]
     assert slice_["losses"][20] == ours["loss"] and slice_["steps"][20] == 0
 
@@ -86,8 +85,7 @@ def test_frozen_weights_that_steps_write_are_the_run_s_in_each_batch(cli: Cli) -
     folder = fitted(cli, "f", "--model.learner", "following.Following")
     found = cli(*typed("analyse hessian f --probes 5"))
     assert found.returncode == 0, found.stderr
-    with open(folder / "metrics.csv") as file:
-        logged = {name: float(value) for name, value in list(csv.DictReader(file))[-1].items()}
+    logged = last(folder)
     ours = read(folder / "hessian.json")
     assert ours["loss"] == pytest.approx(logged["global/train_loss"], rel=1e-9)
     assert ours["trace"] == pytest.approx(logged["hessian/trace"], rel=1e-6)
@@ -103,8 +101,7 @@ def test_landscapes_of_two_runs_have_their_losses_in_the_middle(cli: Cli) -> Non
     found = read(cli.folder / "o/landscape.json")
     assert len(found["steps"]) == 5 and found["steps"][2] == 0 and found["normalised"] == "filter"
     for folder, one in zip(folders, found["runs"], strict=True):
-        with open(folder / "metrics.csv") as file:
-            logged = float(list(csv.DictReader(file))[-1]["global/train_loss"])
+        logged = last(folder)["global/train_loss"]
         assert one["losses"][2][2] == one["loss"] == pytest.approx(logged, rel=1e-6)
         assert min(one["losses"][0][0], one["losses"][4][4]) > one["loss"]
     run = load(folders[0])
@@ -119,13 +116,9 @@ def test_landscapes_of_two_runs_have_their_losses_in_the_middle(cli: Cli) -> Non
         for batch, n in run.data.full_batches(i)
     ]
     assert float(sum(losses)) / 1438 == pytest.approx(found["runs"][0]["losses"][1][4], rel=1e-5)
-    with open(cli.folder / "o/landscape.csv") as file:
-        rows = list(csv.DictReader(file))
-    assert (
-        len(rows) == 50
-        and {row["run"] for row in rows} != {"a"}
-        and (cli.folder / "o/landscape.png").exists()
-    )
+    rows = table(cli.folder / "o/landscape.csv")
+    assert len(rows) == 50 and {row["run"] for row in rows} != {"a"}
+    assert (cli.folder / "o/landscape.png").exists()
 
 
 def test_directions_have_the_filters_norms() -> None:
@@ -145,23 +138,16 @@ def test_directions_have_the_filters_norms() -> None:
                 assert not d.any()
     assert abs(float(torch.cosine_similarity(first, second, dim=0))) < 0.1
     twice, _ = directions(layout, 2 * w, seed=3)
-    assert torch.allclose(twice, 2 * first) and not torch.equal(
-        directions(layout, w, seed=4)[0], first
-    )
+    assert torch.allclose(twice, 2 * first)
+    assert not torch.equal(directions(layout, w, seed=4)[0], first)
 
 
 @pytest.mark.parametrize(
     "argv, said",
     [
-        (
-            ("hessian", "none"),
-            "analyse none: this is neither a run's folder nor a checkpoint in one",
-        ),
+        (("hessian", "none"), "analyse none: this is neither a run's folder nor a checkpoint i"),
         (("hessian", "a", "b"), "2 runs were given"),
-        (
-            ("hessian", "a", "--samples", "few"),
-            "argument --samples: invalid",
-        ),
+        (("hessian", "a", "--samples", "few"), "argument --samples: invalid"),
         (("hessian", "a", "--probes", "1"), "--probes=1 is not accepted"),
         (("hessian", "empty"), "this run has no checkpoint yet"),
     ],

@@ -44,10 +44,7 @@ class Pull(FederatedCallback):
 
 
 class Rounds(pl.LightningModule):
-    """Stands for the federated module.
-
-    One batch an epoch, logs and calls what that logs and calls.
-    """
+    """Stands for the federated module."""
 
     run_seed = 7
     accuracies = (0.1, 0.6, 0.4, 0.5)
@@ -132,9 +129,8 @@ def test_plain_lines_and_the_closing_table(tmp_path: Path, capsys: Any, csv: boo
     lines = [line for line in err.splitlines() if line.startswith("round ")]
     assert 10 <= len(lines) <= 21 and "\r" not in err
     assert lines[0].startswith("round 3/47 · loss 0.3333 · accuracy 0.4000 · Δ 0.25 · ")
-    assert lines[-1].startswith("round 47/47 · loss 0.0213 · accuracy 0.4000 ") and lines[
-        -1
-    ].endswith("00:00 left")
+    assert lines[-1].startswith("round 47/47 · loss 0.0213 · accuracy 0.4000 ")
+    assert lines[-1].endswith("00:00 left")
     table = [" ".join(line.split()) for line in out.splitlines() if line.startswith("  ")]
     # Without metrics.csv the table has only the last round.
     best = "0.6000 (round 2)" if csv else "0.4000 (round 47)"
@@ -178,9 +174,8 @@ def test_on_a_terminal_one_line_is_drawn_again(python: str, tmp_path: Path) -> N
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
     command = [python, "-c", ON_A_TERMINAL, str(tmp_path)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, stderr=theirs, stdout=subprocess.PIPE, env=env, cwd=Path(__file__).parents[2]
-    )
+    cwd = Path(__file__).parents[2]
+    process = subprocess.Popen(command, stderr=theirs, stdout=subprocess.PIPE, env=env, cwd=cwd)
     os.close(theirs)
     drawn = b""
     while True:
@@ -250,9 +245,8 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
     assert list(run.metrics) == ["train/loss", "val/acc"]
     assert run.config["model"] == {"participation": 0.1}
     row = run.client_state("Pull.last", 4)
-    assert (
-        row is not None and row.tolist() == [0, 1, 2] and run.client_state("Pull.last", 5) is None
-    )
+    assert row is not None and row.tolist() == [0, 1, 2]
+    assert run.client_state("Pull.last", 5) is None
     with pytest.raises(UserError, match=r"Did you mean 'Pull.last'"):
         run.client_state("Pull.lost", 4)
     with pytest.raises(KeyError, match="Did you mean 'val/acc'"):

@@ -10,25 +10,14 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_compositions import COMPOSITIONS
+from tests.helpers.commands import typed
 
 ROOT = Path(__file__).parents[2]
 COMMAND = ["-m", "benchmarks.gpu_check"]
 
 
 def test_it_compares_times_and_profiles(python: str, tmp_path: Path) -> None:
-    few = [
-        "--check",
-        "W1",
-        "--methods",
-        "FedSMOO",
-        "--speed",
-        "W1",
-        "--profile",
-        "W1",
-        "--repetitions",
-        "1",
-        "--small",
-    ]
+    few = typed("--check W1 --methods FedSMOO --speed W1 --profile W1 --repetitions 1 --small")
     where = ["--accelerator", "cpu", "--json", str(tmp_path / "seconds.json")]
     done = subprocess.run(
         [python, *COMMAND, *few, *where], cwd=ROOT, capture_output=True, text=True

@@ -14,12 +14,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_runs_that_were_killed_end_with_the_bits_of_an_undisturbed_one(python: str) -> None:
     few = ["--kills", "8", "--only", "SCAFFOLD with FedInit"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [python, "-m", "benchmarks.soak", *few],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [python, "-m", "benchmarks.soak", *few], cwd=ROOT, capture_output=True, text=True, env=env
     )
     # The status is not asserted: eight kills may leave a phase of the round empty.
     assert "every run left the bits of one that nothing happened to" in done.stdout, done.stdout

@@ -19,10 +19,11 @@ from tests.helpers.processes import launched
 pytestmark = pytest.mark.slow
 
 ROUNDS = 2
-ENGINES: dict[str, dict[str, Any]] = {
-    "auto": {"engine": "auto", "workers": 2},
-    **{f"{n} workers": {"engine": "concurrent", "workers": n} for n in (1, 2, 3)},
-}
+ENGINES: list[dict[str, Any]] = [
+    {"engine": "auto", "workers": 2},
+    {"engine": "concurrent", "workers": 2},
+    {"engine": "concurrent", "workers": 3},
+]
 
 
 def small(name: str) -> Workload:
@@ -64,13 +65,13 @@ def require_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 # Between them: layers without and with state, dropout, a method's state, pictures that are drawn
 # anew, frozen weights. The others have the same layers.
-@pytest.mark.parametrize("name", ["W1", "W4-fedsmoo", "W6", "X6", "X8", "X9", "X12"])
+@pytest.mark.parametrize("name", ["W4-fedsmoo", "W6", "X6", "X8", "X9", "X12"])
 def test_every_way_to_train_it_leaves_the_bits_of_one_client_after_the_other(
     name: str, tmp_path: Path
 ) -> None:
     expected = left(trained(name, engine="sequential")[0])
     used = set()
-    for engine in ENGINES.values():
+    for engine in ENGINES:
         module, _ = trained(name, **engine)
         assert module.engine_facts is not None
         used.add(str(module.engine_facts.get("workers")))  # none in one process on one thread

@@ -219,6 +219,7 @@ def test_evaluating_writes_nothing_but_what_was_asked(finished: Cli) -> None:
     assert exported.keys() == last.keys() and all(torch.equal(exported[k], last[k]) for k in last)
 
 
+@pytest.mark.slow
 def test_a_run_of_several_processes_predicts_every_test_sample_in_order(cli: Cli) -> None:
     several = typed("-c trainer/ddp --trainer.accelerator cpu --trainer.max_epochs 1")
     done(cli("fit", "-c", "base", *several, "--trainer.enable_progress_bar", "false", *X))
@@ -284,13 +285,6 @@ def test_partition(cli: Cli) -> None:
     skewed = "partition -c data/digits --data.partition Dirichlet --data.partition.alpha 0.3"
     hashes = [re.findall(r"hash (\w+)", cli(*typed(skewed, seed)).stdout)[0] for seed in seeds]
     assert len(set(hashes[:3])) == 1 and hashes[3] != hashes[0]
-
-
-def test_a_schedule_of_a_method_on_the_command_line(cli: Cli) -> None:
-    options = typed("--method.mu Exponential --method.mu.gamma 0.5 --trainer.max_epochs 2")
-    done(cli("fit", "-c", "base", "-c", "data/digits", "-c", "method/fedprox", *options))
-    card = (cli.folder / "runs/digits-fedprox-1/card.md").read_text(encoding="utf-8")
-    assert "| ProximalTerm | mu=Exponential(gamma=0.5), anchor='w' |" in card
 
 
 # --------------------------------------------------------------------------- learners from the

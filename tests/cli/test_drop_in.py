@@ -122,18 +122,13 @@ def test_each_client_has_an_optimizer_of_its_own() -> None:
 
 
 def test_data_that_has_clients_stay_as_they_are() -> None:
-    cli = FederatedCLI(
-        Classifier,
-        Digits,
-        run=False,
-        trainer_defaults=QUIET,
-        args=[
-            "--data.num_clients=7",
-            "--model.num_classes=10",
-            f"--model.network={MLP.__module__}.MLP",
-            "--model.network.sizes=[64, 10]",
-        ],
-    )
+    args = [
+        "--data.num_clients=7",
+        "--model.num_classes=10",
+        f"--model.network={MLP.__module__}.MLP",
+        "--model.network.sizes=[64, 10]",
+    ]
+    cli = FederatedCLI(Classifier, Digits, run=False, trainer_defaults=QUIET, args=args)
     assert type(cli.datamodule) is Digits and cli.datamodule._wanted_clients == 7
 
 

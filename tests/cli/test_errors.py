@@ -1,8 +1,4 @@
-"""What newcomers, and careless scripts, type and write: a command line → what is said of it.
-
-Each ends, before training, in one paragraph that names option, value and what is accepted. Nothing
-is written.
-"""
+"""What newcomers, and careless scripts, type and write: a command line → what is said of it."""
 
 from __future__ import annotations
 
@@ -26,20 +22,14 @@ OPTIONS: list[tuple[Any, ...]] = [  # what is typed, as one text or as words, an
     ("--data.test_clients 5", "data.test_clients", "'5'", "a list", "or null"),
     ("--trainer.max_epoch 3", "--trainer.max_epoch", "`--trainer.max_epochs`"),
     ("--data.num_client 3", "data.num_client", "`--data.num_clients`", "batch_size"),
-    ("--model.learner.num_clases 3", "model.learner.num_clases", ".num_classes`"),
-    ("--data Digitz", "data", "'Digitz'", "'Digits'", "CIFAR10"),
-    ("--data.partition Dirichle", "data.partition", "'Dirichlet'", "Pathological"),
     ("--method FedInit", "method", "'FedInit'", "-c method/fedinit"),
     ("--method scafold", "method", "'scafold'", "-c method/scaffold"),
-    ("--data.partiton.alpha 0.1", "data.partiton", "`--data.partition`?", "batch_size"),
     ("--model.lerner.lr 0.1", "--model.lerner", "Did you mean `--model.learner`?"),
     ("--data.alpha 0.3", "data.alpha", "`--data.partition.alpha`, of DealtByShares, Dirichlet,"),
     ("--model.lr 0.3", "--model.lr", "`--model.learner.lr`, of"),
     ("--model.client_optimizer SDG", "model.client_optimizer", "'SDG'", "'SGD'", "Adam"),
     ("--model.learner my.Net", "model.learner", "'my.Net'", "No module named 'my'"),
-    ("--trainer.callbacks EarlyStoping", "trainer.callbacks", "'EarlyStopping'"),
     ("--model.learner collections.OrderedDict", "model.learner", "OrderedDict"),
-    ("--model.local_epochs many", "model.local_epochs", "'many'", "a number"),
     ("--data.num_clients many", "data.num_clients", "'many'", "an integer from 1"),
     ("--model.participation some", "participation", "some", "all"),
     ("--data.num_clients 2000", "num_clients", "2000", "1438"),
@@ -47,7 +37,6 @@ OPTIONS: list[tuple[Any, ...]] = [  # what is typed, as one text or as words, an
     ("--trainer.max_steps 5", "max_steps", "5"),
     ("--trainer.devices 2", "devices", "2", "federated"),
     ("--ckpt_path no.ckpt", "--ckpt_path", "no.ckpt", "last"),
-    ("--method.beta", "--method.beta"),
     ("--method.beta 0.2", "--method.beta", "no method"),
     ("-c method/fedinit --method.beta abc", "method.beta", "'abc'", "a number"),
     ("-c method/fedinit --method.beta Exponential", "method.beta: Exponential needs gamma"),
@@ -59,7 +48,6 @@ OPTIONS: list[tuple[Any, ...]] = [  # what is typed, as one text or as words, an
     ("--data.partition Dirichlet", "Dirichlet needs alpha", "--data.partition.alpha"),
     ("--data.partition.classes 2", "data.partition.classes", "give the class of data.partition"),
     ("--model.learner.lr -1", "SGD", "learning rate: -1.0", "model.client_optimizer"),
-    ("--model.learner.lr .nan", "lr=nan", "finite"),
     ("stray", "stray"),
     ("-x 3", "-x", "two hyphens"),
     ("--model.workers 1.5", "model.workers: '1.5'", "an integer from 1, or 'auto'"),
@@ -70,18 +58,14 @@ OPTIONS: list[tuple[Any, ...]] = [  # what is typed, as one text or as words, an
     (("--trainer.default_root_dir", "a" * 300), "--trainer.default_root_dir", "too long"),
     (("--trainer.default_root_dir", "a\x00b"), "--trainer.default_root_dir", "null byte"),
     ("--trainer.default_root_dir s3://b/run", "default_root_dir='s3://b/run'", "Mount the"),
-    ("-c bas", "-c bas", "'base'"),
     ("-c data/cifar1", "-c data/cifar1", "'data/cifar10'"),
     ("-c mine.Mine", "-c mine.Mine", "--method mine.Mine"),
     (("-c", "a" * 5000), "-c aaa", "neither a file"),
-    (("--ckpt_path", "a" * 5000), "--ckpt_path aaa", "no such file"),
     ("--method [{", "--method", "not valid YAML"),
     ("-c method/fedprox --method.mu 2020-01-01", "--method.mu", "date", "quotes"),
     (("-c", "method/fedprox", "--method.mu", "!!set {a}"), "--method.mu", "set"),
-    ("--model.participation [1", "--model.participation", "not valid YAML"),
     ("--model.init_from .", "init_from='.'", "it is not a file"),
     ("--model.init_from mine.yaml", "init_from='mine.yaml'", "cannot be loaded"),
-    ("--model.lr_decay -0.5", "lr_decay=-0.5", "above 0"),
     ("--model.lr_decay=1.1 --trainer.max_epochs=-1", "lr_decay=1.1", "max_epochs=-1"),
     ("--model.lr_decay Exponential --model.lr_decay.gamma=.nan", "gamma=nan", "finite"),
     ("-c data/mnist --data.root nowhere", "nowhere", "download"),
@@ -102,9 +86,6 @@ CONFIGS = [  # what a file holds, and what is said of it
     ("trainer:\n  max_epochs: 3\n max_steps: 2\n", "mine.yaml", "line 3", "YAML"),
     ("- a\n- b\n", "mine.yaml", "mapping", "trainer"),
     ("trainr: {max_epochs: 3}", "mine.yaml", "'trainr'", "'trainer'", "method"),
-    ("trainer: {max_epoch: 3}", "trainer.max_epoch", "`--trainer.max_epochs`"),
-    ("data: {class_path: Digts}", "data", "'Digts'", "'Digits'"),
-    ("data: {init_args: {num_clientz: 3}}", "data.num_clientz", "`--data.num_clients`"),
     ("method: [{class_path: RelaxedInitialisation}]", "'RelaxedInitialization'"),
     (f"method: [{ALIKE}: {{nu: 1}}}}]", "--method.nu: ProximalTerm has", "Accepted in method: mu"),
     (f"method: [{ALIKE}: {{mu: abc}}}}]", "method", "mu", "'abc'", "number"),
@@ -113,20 +94,14 @@ CONFIGS = [  # what a file holds, and what is said of it
     ("method: [{class_path: ProximalTerm, init_arg: {mu: 1}}]", "Did you mean 'init_args'?"),
     ("data: {class_path: Digits, num_clients: 5}", "data: num_clients of Digits", "init_args"),
     ("trainer: {callbacks: [{class_path: EarlyStopping, monitor: x}]}", "monitor of EarlyStopping"),
-    ("trainer: {max_epochs: !!binary aGVsbG8=}", "mine.yaml", "bytes"),
     ("trainer: {max_epochs: 2020-01-01}", "mine.yaml", "date"),
     ("monitor: 2020-99-99", "mine.yaml", "month"),
     ("model: {local_epochs: 1, local_epochs: 2}", "line 1, column 26", "stands twice"),
     ("model:\n\tlocal_epochs: 1", "line 2, column 1", "YAML takes spaces"),
-    (
-        "model:\n   local_epochs: 1\n  participation: 1",
-        "line 3, column 3",
-        "indent it as the lines",
-    ),
+    ("model:\n   local_epochs: 1\n  participation: 1", "line 3, column 3", "indent it as the lin"),
     ("model: &a {learner: *a}", "mine.yaml", "Circular"),
     ("model: " + "[" * 3000 + "]" * 3000, "mine.yaml", "recursion"),
     ("trainer: {max_epochs: 1" + "0" * 5000 + "}", "mine.yaml", "digits"),
-    ("model: [1]", "mine.yaml: model=[1] is", "mapping"),
     ("trainer+: 3", "mine.yaml", "'trainer+'", "'trainer'"),
     ("data: {class_path: 3}", "mine.yaml", "class_path 3"),
     ("data: {class_path: Digits, init_args: [1]}", "mine.yaml", "init_args [1]"),
@@ -187,9 +162,7 @@ def test_what_is_wrong_with_a_user_s_own_class_is_one_paragraph(
     said(cli(*FIT, "-c", "data/digits", *typed(argv)), *words)
 
 
-def test_a_method_of_a_module_that_is_misspelt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_misspelt_module_of_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match="cannot be used: No module named 'a_mispelt_method'"):
         method_class("a_mispelt_method.SlowStep")

@@ -137,27 +137,13 @@ main(sys.argv[1:])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("argv", "status", "unused"),
-    [
-        ("-c debug/tiny -c logger/csv", 0, "torch.utils.tensorboard"),
-        ("--trainer.max_epoch 1", 2, "matplotlib.backends.backend_agg"),
-    ],
-)
-def test_a_command_imports_nothing_that_it_does_not_use(
-    argv: str, status: int, unused: str, tmp_path: Path
-) -> None:
+def test_a_command_imports_nothing_that_it_does_not_use(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(HERE)}
-    command = [
-        sys.executable,
-        "-c",
-        CODE,
-        *["fit", "-c", "base", "-c", "data/digits"],
-        *argv.split(),
-    ]
+    argv = ["fit", "-c", "base", "-c", "data/digits", "-c", "debug/tiny", "-c", "logger/csv"]
+    command = [sys.executable, "-c", CODE, *argv]
     subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True)
     ended, modules = json.loads((tmp_path / "imported.json").read_text())
-    assert ended == status and not set(modules) & (ELSEWHERE | {unused})
+    assert ended == 0 and not set(modules) & (ELSEWHERE | {"torch.utils.tensorboard"})
 
 
 @pytest.mark.slow

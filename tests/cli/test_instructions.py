@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from fl_lightning.evaluation.instruction_records import prompt_of
+from fl_lightning.lab.cli.compose import prepare
 from tests.helpers.commands import done, table
 from tests.helpers.texts import llama, tokenizer_folder
 from tests.helpers.zygote import Cli
@@ -43,39 +44,41 @@ def mistral(folder: Path) -> None:
     transformers.MistralForCausalLM(config).save_pretrained(folder)
 
 
-# Participants in a round, clients, and the question of the instruction "the king", input "no end".
-TASKS = {
-    "general": (2, 20, "the king"),
-    "medical": (2, 20, "no end"),
-    "finance": (5, 50, "the king no end"),
-    "code": (2, 10, "the king no end"),
-}
+RECORD = {"instruction": "the king", "input": "no end", "output": "by night"}
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_flowertunes_tasks(task: str, cli: Cli) -> None:
-    """On a small random network of the same architecture, and a budget that ends the run."""
-    asked_clients, clients, prompt = TASKS[task]
+@pytest.mark.parametrize(
+    ("task", "clients", "share", "prompt"),
+    [
+        ("general", 20, 0.1, "the king"),
+        ("medical", 20, 0.1, "no end"),
+        ("finance", 50, 0.1, "the king no end"),
+        ("code", 10, 0.2, "the king no end"),
+    ],
+)
+def test_flowertunes_tasks(task: str, clients: int, share: float, prompt: str) -> None:
+    names = ["general", *([task] if task != "general" else [])]
+    argv = [word for name in names for word in ("-c", f"recipe/flowertune/{name}")]
+    config = prepare("fit", argv).config
+    data = config["data"]["init_args"]
+    assert (data["num_clients"], config["model"]["participation"]) == (clients, share)
+    assert config["model"]["learner"]["init_args"]["lora"]["r"] == 32
+    shown, answer = prompt_of(RECORD, data["template"], "")
+    assert shown.endswith(f"### Instruction:\n{prompt}\n### Response: ") and answer == "by night"
+
+
+def test_a_task_of_flowertune_runs_and_its_budget_ends_it(cli: Cli) -> None:
+    """On a small random network of the same architecture."""
     mistral(cli.folder / "tiny")
-    record = {"instruction": "the king", "input": "no end", "output": "by night"}
-    (cli.folder / "train.jsonl").write_text("\n".join([json.dumps(record)] * 100))
+    (cli.folder / "train.jsonl").write_text("\n".join([json.dumps(RECORD)] * 100))
     recipe = ["-c", "recipe/flowertune/general"]
-    recipe += ["-c", f"recipe/flowertune/{task}"] if task != "general" else []
     own = ("--model.learner.path", "tiny", "--data.tokenizer", "tiny")
     asked = ("--model.learner.quantize", "null", "--model.local_steps", 1, "--data.batch_size", 2)
     done(cli("fit", *recipe, *own, *TWO, *asked))
-    config = yaml.safe_load((cli.folder / "run/config.yaml").read_text())
-    assert config["model"]["learner"]["init_args"]["lora"]["r"] == 32
-    data = config["data"]["init_args"]
-    assert data["num_clients"] == clients
-    shown, answer = prompt_of(record, data["template"], "")
-    assert shown.endswith(f"### Instruction:\n{prompt}\n### Response: ") and answer == "by night"
     # Of two layers, adapters of rank 32 from width 16: q to 16, v to 8; both ways.
     d = 2 * 32 * ((16 + 16) + (16 + 8))
     sent = float(last_row(cli)["communication/total_parameters"])
-    assert sent == 2 * 2 * asked_clients * d
-    if task != "general":
-        return
+    assert sent == 2 * 2 * 2 * d
     card = (cli.folder / "run/card.md").read_text()
     assert "209,715,200,000 bytes" in card
     assert f"{d:,} trained parameters" in card

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import subprocess
 import sys
 from collections.abc import Callable
@@ -174,18 +173,3 @@ def test_what_cannot_be_checked_is_said_in_a_paragraph(
 ) -> None:
     assert main(["check", *argv.split()]) == 2
     assert says in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_terminal_sees_at_once_that_the_command_has_begun(bare_python: str) -> None:
-    ours, theirs = pty.openpty()
-    command = [bare_python, "-m", "fl_lightning", "check", "ControlVariate"]
-    process = subprocess.Popen(command, stderr=theirs, cwd=Path(__file__).parents[2])
-    first = b""
-    while not first.endswith(b"\n"):  # a terminal passes a line on in pieces
-        first += os.read(ours, 1 << 16)
-    begun = process.poll()
-    process.wait()
-    os.close(theirs)
-    os.close(ours)
-    assert first.decode() == "fl-lightning check: loading PyTorch …\r\n" and begun is None

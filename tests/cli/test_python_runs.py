@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 import yaml
 from pytorch_lightning.callbacks.timer import Interval
@@ -28,15 +27,8 @@ def digits(folder: Path) -> Any:
     learner = Classifier(MLP([64, 16, 10]), num_classes=10, lr=0.1)
     module = FederatedModule(learner, participation=3, local_epochs=1, seed=1, engine="sequential")
     data = Digits(num_clients=10, partition=Dirichlet(alpha=0.3), batch_size=20)
-    run = pl.Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[RelaxedInitialization(beta=0.05), kept],
-    )
-    run.fit(module, data)
+    methods = [RelaxedInitialization(beta=0.05), kept]
+    trainer(2, methods, enable_checkpointing=True).fit(module, data)
     return module
 
 
@@ -93,14 +85,11 @@ class Partly(Classifier):
         return state
 
 
-@pytest.mark.parametrize("precision", ["32-true", "64-true"])
-def test_a_learner_whose_checkpoints_leave_weights_out_is_read(
-    precision: str, tmp_path: Path
-) -> None:
+def test_a_learner_whose_checkpoints_leave_weights_out_is_read(tmp_path: Path) -> None:
     module = FederatedModule(Partly(), participation=3, local_epochs=1, seed=1)
     data = Digits(num_clients=10, partition=Dirichlet(alpha=0.3), batch_size=20)
     kept = [RunFolder(tmp_path / "a")]
-    trainer(1, kept, enable_checkpointing=True, precision=precision).fit(module, data)
+    trainer(1, kept, enable_checkpointing=True, precision="64-true").fit(module, data)
     read = load(tmp_path / "a", learner=Partly()).learner
     for one, other in zip(read.parameters(), module.learner.parameters(), strict=True):
         assert torch.equal(one, other.to(one.dtype))
@@ -149,9 +138,7 @@ class Odd(FederatedCallback):
         super().__init__()
 
 
-def test_arguments_of_any_name_are_taken_and_those_without_one_are_left_out(
-    tmp_path: Path,
-) -> None:
+def test_arguments_of_any_name_are_taken_and_those_without_one_are_left_out(tmp_path: Path) -> None:
     round_list: list[Any] = []
     round_list.append(round_list)
     made = [(Odd(cls=1), []), (Odd(1, 2), ["*others"]), (Odd(1, held=round_list), ["held"])]

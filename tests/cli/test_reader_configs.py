@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from scipy.io import savemat
 
-from fl_lightning.lab.cli.compose import packaged
+from fl_lightning.lab.cli.compose import packaged, read
 from tests.helpers.commands import done, said, table, typed
 from tests.helpers.zygote import Cli
 
@@ -259,10 +259,8 @@ MADE = {
     "cifar100_tff": lambda data: hdf5(data, "fed_cifar100", np.zeros((4, 32, 32, 3), np.uint8)),
     "pfllib": lambda data: pfllib(data / "MNIST"),
     "digits5": lambda data: digits(data / "digits5"),
-    **{
-        name: lambda data, name=name: domains(data / name)
-        for name in ("office_caltech", "office_home", "pacs", "domainnet")
-    },
+    "pacs": lambda data: domains(data / "pacs"),
+    "domainnet": lambda data: domains(data / "domainnet"),
 }
 
 
@@ -281,6 +279,15 @@ def test_a_round_of_every_config(name: str, cli: Cli) -> None:
         rows = table(folder / "clients.csv")
         assert [row["name"] for row in rows] == ["cleveland", "hungarian", "switzerland", "va"]
         assert [int(row["samples"]) for row in rows] == [21, 17, 10, 10]
+
+
+@pytest.mark.parametrize(("name", "classes"), [("office_caltech", 10), ("office_home", 65)])
+def test_configs_that_are_pacs_with_another_number_of_classes(name: str, classes: int) -> None:
+    pacs = read("data/pacs")
+    pacs["data"]["init_args"]["path"] = f"data/{name}"
+    learner = pacs["model"]["learner"]["init_args"]
+    learner["num_classes"] = learner["network"]["init_args"]["num_classes"] = classes
+    assert read(f"data/{name}") == pacs
 
 
 @pytest.mark.parametrize("split", sorted(name for name in packaged() if name.startswith("split/")))

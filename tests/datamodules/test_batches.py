@@ -72,9 +72,8 @@ def test_order_does_not_depend_on_what_was_asked_before():
     forward = {key: seen(a, *key, 4) for key in asked}
     assert {key: seen(b, *key, 4) for key in reversed(asked)} == forward
     with ThreadPoolExecutor(4) as pool:
-        assert (
-            dict(zip(asked, pool.map(lambda key: seen(a, *key, 4), asked), strict=True)) == forward
-        )
+        found = dict(zip(asked, pool.map(lambda key: seen(a, *key, 4), asked), strict=True))
+        assert found == forward
     assert forward[0, 0] != forward[0, 1]
     assert seen(a, 0, 0, 2) == forward[0, 0][:2]
 
@@ -102,19 +101,14 @@ def test_types_and_scale():
     y = np.arange(16, dtype=np.int32)
     data = InMemoryDataModule((images, y), clients=[np.arange(16)], batch_size=16)
     (x, labels), _ = next(data.full_batches(0))
-    assert (
-        x.dtype == torch.float32
-        and labels.dtype == torch.int64
-        and data.train_set.x.dtype == torch.uint8
-    )
+    assert x.dtype == torch.float32 and labels.dtype == torch.int64
+    assert data.train_set.x.dtype == torch.uint8
     torch.testing.assert_close(x, images / 255)
     normalised = TensorSamples(images.expand(16, 2, 4, 4), y, 255.0, (0.5, 0.2), (0.25, 0.1))
     (x, _) = next(normalised.batches(np.arange(16), 16))
     torch.testing.assert_close(x[:, 1:], (images / 255 - 0.2) / 0.1)
-    assert (
-        seen(numbered(), 0, 0, 1)
-        and next(numbered().client_batches(0, 0, 1))[0].dtype == torch.float64
-    )
+    assert seen(numbered(), 0, 0, 1)
+    assert next(numbered().client_batches(0, 0, 1))[0].dtype == torch.float64
     tokens = InMemoryDataModule(
         (torch.zeros(4, 3, dtype=torch.int64), torch.rand(4)), clients=[[0, 1]]
     )
@@ -124,11 +118,9 @@ def test_types_and_scale():
 
 def test_transform_is_called_on_every_batch_training_and_evaluation():
     x = torch.arange(5.0).view(5, 1)
+    test = (x, torch.zeros(5))
     data = InMemoryDataModule(
-        (x, torch.zeros(5)),
-        test=(x, torch.zeros(5)),
-        clients=[[1, 2]],
-        transform=lambda b: b + len(b),
+        (x, torch.zeros(5)), test=test, clients=[[1, 2]], transform=lambda b: b + len(b)
     )
     assert sorted(seen(data, 0, 0, 1)[0]) == [3, 4]
     assert next(iter(data.test_dataloader()))[0].flatten().tolist() == [5, 6, 7, 8, 9]
@@ -243,9 +235,8 @@ def test_biases_leave_a_clients_own_test_set_as_it_is():
     )
     (x, _), _ = next(data.full_batches(1, what="test"))
     torch.testing.assert_close(x, images[2:4] / 255)
-    held = InMemoryDataModule(
-        (images, y), num_clients=2, client_test_fraction=0.5, biases=[ClientBias(0.5)]
-    )
+    biases = [ClientBias(0.5)]
+    held = InMemoryDataModule((images, y), num_clients=2, client_test_fraction=0.5, biases=biases)
     (x, _), _ = next(held.full_batches(0, what="test"))
     assert not torch.allclose(x, images[held.client_test_indices(0)] / 255, atol=0.01)
 
@@ -348,14 +339,11 @@ def test_artefacts_show_clients_and_classes():
         partition=Dirichlet(0.1, replacement=True, samples_per_client=3), num_clients=5000, seed=0
     )
     axes = many.plot_partition().axes[0]
-    assert axes.images[0].get_array().shape == (200, 10) and "first 200 of 5,000" in axes.get_title(
-        "left"
-    )
+    assert axes.images[0].get_array().shape == (200, 10)
+    assert "first 200 of 5,000" in axes.get_title("left")
     assert "4,980 more clients" in many.partition_table()
-    assert (
-        data.card()["partition"] == "Dirichlet(alpha=0.1)"
-        and data.partition_hash in data.card().values()
-    )
+    assert data.card()["partition"] == "Dirichlet(alpha=0.1)"
+    assert data.partition_hash in data.card().values()
 
 
 SIZES = [9, 8, 3, 1, 12]
@@ -369,9 +357,8 @@ def of_sizes(made="memory", **options):
     options = {"batch_size": 4, "seed": 2, **options}
     if made == "memory":
         return InMemoryDataModule((x, y), test=(x, y), clients=clients, **options)
-    return FromDatasets(
-        clients=[TensorDataset(x[c], y[c]) for c in clients], test=TensorDataset(x, y), **options
-    )
+    test = TensorDataset(x, y)
+    return FromDatasets(clients=[TensorDataset(x[c], y[c]) for c in clients], test=test, **options)
 
 
 def lengths(data, client, steps):
@@ -382,13 +369,8 @@ def lengths(data, client, steps):
 def test_drop_last_leaves_the_short_batch_out_and_counts_the_others(made):
     data = of_sizes(made, drop_last=True)
     assert [data.batches_per_epoch(i) for i in range(5)] == [2, 2, 1, 1, 3]
-    assert [lengths(data, i, 3) for i in range(5)] == [
-        [4, 4, 4],
-        [4, 4, 4],
-        [3, 3, 3],
-        [1, 1, 1],
-        [4, 4, 4],
-    ]
+    expected = [[4, 4, 4], [4, 4, 4], [3, 3, 3], [1, 1, 1], [4, 4, 4]]
+    assert [lengths(data, i, 3) for i in range(5)] == expected
     seen = [
         chain(*(x.flatten().tolist() for x, _ in data.client_batches(0, r, 2))) for r in range(20)
     ]
@@ -413,11 +395,8 @@ def test_full_batches_keep_every_sample_and_none_is_short(made):
 def test_the_smallest_batch_is_the_smallest_that_clients_meet(batch_size, drop_last):
     data = of_sizes(batch_size=batch_size, drop_last=drop_last)
     for steps in (None, 1, 2, np.array([1, 2, 3, 4, 2])):
-        numbers = (
-            [data.batches_per_epoch(i) for i in range(5)]
-            if steps is None
-            else np.broadcast_to(steps, 5)
-        )
+        whole = [data.batches_per_epoch(i) for i in range(5)]
+        numbers = np.broadcast_to(whole if steps is None else steps, 5)
         met = [min(lengths(data, i, int(k))) for i, k in enumerate(numbers)]
         smallest, client = data.smallest_batch(steps)
         assert smallest == min(met) and client == met.index(smallest)
@@ -443,10 +422,8 @@ def test_evaluation_batches_of_datasets_go_by_memory():
     loader = data.val_dataloader()
     assert torch.equal(before, torch.get_rng_state()) and len(loader) == 3
     assert [len(y) for _, y in loader] == [7, 7, 6]  # a label more than 8 MiB each
-    assert (
-        len(FromDatasets(Large(), test=Large(), num_clients=2, eval_batch_size=20).val_dataloader())
-        == 1
-    )
+    whole = FromDatasets(Large(), test=Large(), num_clients=2, eval_batch_size=20)
+    assert len(whole.val_dataloader()) == 1
     held = FromDatasets(Large(), num_clients=2, val_fraction=0.5)
     assert [len(y) for _, y in held.val_dataloader()] == [7, 3]
 
@@ -533,12 +510,7 @@ def fitted(folder: Path | None, rounds: int, **arguments: Any) -> FederatedModul
     learner = Classifier(MLP([64, 8, 10]), num_classes=10, lr=0.1)
     module = FederatedModule(learner, participation="all", local_epochs=2, seed=1, **arguments)
     digits = Digits(num_clients=4, samples=120, batch_size=8, augment=ALL)
-    given = {
-        "callbacks": [],
-        "default_root_dir": folder,
-        "enable_checkpointing": folder is not None,
-    }
-    one = trainer(rounds, **given)
+    one = trainer(rounds, default_root_dir=folder, enable_checkpointing=folder is not None)
     path = folder / "last.ckpt" if folder else None
     one.fit(module, digits, ckpt_path=path if path and path.is_file() else None)
     if path:
@@ -557,9 +529,8 @@ def test_engines_threads_processes_and_a_resume_have_the_same_bits(tmp_path: Pat
 def test_rounds_clients_and_steps_draw_differently() -> None:
     x = torch.rand(8, 3, 8, 8)
     y = torch.zeros(8, dtype=torch.int64)
-    made = InMemoryDataModule(
-        (x, y), clients=[list(range(8)), list(range(8))], augment=["crop"], batch_size=None
-    )
+    clients = [list(range(8)), list(range(8))]
+    made = InMemoryDataModule((x, y), clients=clients, augment=["crop"], batch_size=None)
     batches = []
     for client, round in ((0, 0), (1, 0), (0, 1)):
         batches += [one.sort(0).values for one, _ in made.client_batches(client, round, 2)]

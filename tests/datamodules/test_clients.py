@@ -19,17 +19,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
 
 from fl_lightning import InMemoryDataModule, UserError
-from fl_lightning.datamodules import (
-    ByGroup,
-    Digits,
-    Dirichlet,
-    FromDataModule,
-    FromDatasets,
-    FromLEAF,
-    FromTable,
-    Saved,
-)
+from fl_lightning import datamodules as dm
 from fl_lightning.datamodules.partitions.partition import LazyClients
+from tests.helpers.commands import table
 from tests.helpers.learners import Loads
 from tests.helpers.zygote import Cli
 
@@ -68,8 +60,8 @@ def test_every_data_module_takes_names(tmp_path: Path) -> None:
     table.write_text("a,b,y\n" + "".join(f"{i},{i + 1},{i % 2}\n" for i in range(6)))
     for data in (
         InMemoryDataModule((WARD_X, WARD_Y), clients=WARDS),
-        FromTable(table, target="y", clients=WARDS),
-        Digits(clients=WARDS),
+        dm.FromTable(table, target="y", clients=WARDS),
+        dm.Digits(clients=WARDS),
     ):
         data.setup()
         assert list(data.client_names) == ["ben", "anna"]
@@ -90,7 +82,7 @@ def test_test_samples_go_to_the_client_of_the_name() -> None:
         "ben": TensorDataset(WARD_X[:2], WARD_Y[:2]),
         "anna": TensorDataset(WARD_X[2:], WARD_Y[2:]),
     }
-    made = FromDatasets(clients=sets, test_clients={"anna": TensorDataset(WARD_X, WARD_Y)})
+    made = dm.FromDatasets(clients=sets, test_clients={"anna": TensorDataset(WARD_X, WARD_Y)})
     assert [len(made.client_test_indices(i)) for i in range(2)] == [0, 6]
     assert list(made.client_names) == ["ben", "anna"]
 
@@ -106,9 +98,8 @@ def test_test_samples_go_to_the_client_of_the_name() -> None:
 )
 def test_names_that_fit_nobody_are_refused(clients: Any, tests: Any, what: str) -> None:
     with pytest.raises(UserError, match=what):
-        InMemoryDataModule(
-            (WARD_X, WARD_Y), test=(WARD_X, WARD_Y), clients=clients, test_clients=tests
-        )
+        test = (WARD_X, WARD_Y)
+        InMemoryDataModule((WARD_X, WARD_Y), test=test, clients=clients, test_clients=tests)
 
 
 def test_names_from_yaml_reach_the_tables_and_export(cli: Cli) -> None:
@@ -120,7 +111,7 @@ def test_names_from_yaml_reach_the_tables_and_export(cli: Cli) -> None:
     )
     assert run.returncode == 0, run.stderr
     (folder,) = (cli.folder / "runs").iterdir()
-    rows = list(csv.DictReader((folder / "clients.csv").open()))
+    rows = table(folder / "clients.csv")
     assert [row["name"] for row in rows] == ["ben", "anna"]
     export = cli("export", folder, "--client", "anna")
     assert export.returncode == 0 and (folder / "client-1.pt").is_file(), export.stderr
@@ -215,22 +206,20 @@ def test_what_a_client_trains_on_and_is_tested_on():
     ]
     assert sorted(seen) == made.client_indices(0).tolist()
     batches = list(made.full_batches(0, what="test"))
-    assert [int(v) for batch, _ in batches for v in batch[0]] == made.client_test_indices(
-        0
-    ).tolist()
+    expected = made.client_test_indices(0).tolist()
+    assert [int(v) for batch, _ in batches for v in batch[0]] == expected
     assert [n for _, n in batches] == [8, 2]
     assert list(made.full_batches(1, what="test")) == []
 
 
 def test_a_warning_counts_test_samples_on_which_others_train_and_pooled_refuses_them():
-    with pytest.warns(
-        UserWarning, match="16 of 18 samples on which clients are tested are training"
-    ):
+    told = "16 of 18 samples on which clients are tested are training"
+    with pytest.warns(UserWarning, match=told):
         data([[*range(40)], [*range(40)]])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         data([[*range(40)], [*range(40, 80)]])
-    split = Dirichlet(0.5, replacement=True, samples_per_client=40)
+    split = dm.Dirichlet(0.5, replacement=True, samples_per_client=40)
     test = (torch.zeros(9, 1), torch.arange(9) % CLASSES)
     with pytest.raises(UserError, match=r"pooled=True: .* training samples of other clients"):
         data(partition=split, num_clients=10, pooled=True, test=test)
@@ -254,7 +243,7 @@ def of_positions(**arguments: Any) -> InMemoryDataModule:
     )
 
 
-def from_datasets(**arguments: Any) -> FromDatasets:
+def from_datasets(**arguments: Any) -> dm.FromDatasets:
     train = TensorDataset(ROWS, is_even(ROWS))
     tests = TensorDataset(TESTS, is_even(TESTS))
     arguments = {
@@ -262,10 +251,10 @@ def from_datasets(**arguments: Any) -> FromDatasets:
         "batch_size": 4,
         **arguments,
     }
-    return FromDatasets(clients=[Subset(train, own) for own in CLIENTS], seed=0, **arguments)
+    return dm.FromDatasets(clients=[Subset(train, own) for own in CLIENTS], seed=0, **arguments)
 
 
-def from_table(folder: Path) -> FromTable:
+def from_table(folder: Path) -> dm.FromTable:
     for name, x, clients in (("train", ROWS, CLIENTS), ("test", TESTS, TESTED)):
         owner = {i: client for client, own in enumerate(clients) for i in own}
         with open(folder / f"{name}.csv", "w", newline="") as file:
@@ -274,7 +263,7 @@ def from_table(folder: Path) -> FromTable:
             for i, value in enumerate(x[:, 0].tolist()):
                 rows.writerow([f"client {owner.get(i, 'x')}", value, int(value % 2 == 0)])
     test = folder / "test.csv"
-    return FromTable(folder / "train.csv", "y", "who", test=test, batch_size=4, seed=0)
+    return dm.FromTable(folder / "train.csv", "y", "who", test=test, batch_size=4, seed=0)
 
 
 def read_tests(data: Any) -> list[list[float]]:
@@ -318,7 +307,7 @@ def test_they_belong_to_the_hash_and_a_tables_do_not(tmp_path: Path) -> None:
         ).partition_hash
     )
     table = from_table(tmp_path)
-    without = FromTable(tmp_path / "train.csv", "y", "who", seed=0)
+    without = dm.FromTable(tmp_path / "train.csv", "y", "who", seed=0)
     assert table.partition_hash == without.partition_hash
 
 
@@ -334,7 +323,7 @@ def test_groups_that_are_left_without_training_samples_move_nobodys_test_set(
     paths = (tmp_path / "train.csv", "y", "who")
     found = set()
     for seed in range(8):
-        data = FromTable(*paths, test=tmp_path / "test.csv", val_fraction=0.3, seed=seed)
+        data = dm.FromTable(*paths, test=tmp_path / "test.csv", val_fraction=0.3, seed=seed)
         found.add(tuple(tuple(one) for one in read_tests(data)))
     assert found == {((100.0,), (200.0,), (300.0,)), ((200.0,), (300.0,))}
 
@@ -348,7 +337,7 @@ def test_groups_that_are_left_without_training_samples_move_nobodys_test_set(
         (lambda: of_positions(test_clients=[[0.5], [], []]), r"test_clients\[0\] .*such as 0.5"),
         (lambda: of_positions(client_test_fraction=0.2), "fraction is 0.2.*one of the two"),
         (
-            lambda: FromDataModule(of_loader(), num_clients=3, test_clients=TESTED),
+            lambda: dm.FromDataModule(of_loader(), num_clients=3, test_clients=TESTED),
             "positions in the test data, and FromDataModule has none",
         ),
         (lambda: from_datasets(test_clients=[Subset(ROWS, [])] * 3), "test_clients has no samples"),
@@ -396,7 +385,7 @@ MAKERS = {
     ),
     "endless": lambda **a: in_memory(Endless(), **a),
     "array": lambda **a: in_memory(np.array(OWN), **a),
-    "datamodule": lambda **a: FromDataModule(of_loader(), clients=OWN, seed=3, **a),
+    "datamodule": lambda **a: dm.FromDataModule(of_loader(), clients=OWN, seed=3, **a),
 }
 
 
@@ -408,10 +397,8 @@ def test_held_out_samples_leave_each_clients_own_list(kind: str, share: float) -
     assert len(held) == 18
     for client, own in enumerate(OWN):
         left = [i for i in own if i not in held]
-        trained, tested = (
-            data.client_indices(client).tolist(),
-            data.client_test_indices(client).tolist(),
-        )
+        trained = data.client_indices(client).tolist()
+        tested = data.client_test_indices(client).tolist()
         assert sorted([*set(trained), *tested]) == sorted(set(left)) and bool(tested) == bool(share)
         assert trained == [i for i in left if i not in tested], (
             "in the order given, as often as given"
@@ -421,9 +408,8 @@ def test_held_out_samples_leave_each_clients_own_list(kind: str, share: float) -
 
 
 def test_a_client_all_of_whose_samples_are_held_out_is_refused_by_number() -> None:
-    with pytest.raises(
-        UserError, match=r"val_fraction holds out all 1 samples of client 1, .*smaller val_fraction"
-    ):
+    told = r"val_fraction holds out all 1 samples of client 1, .*smaller val_fraction"
+    with pytest.raises(UserError, match=told):
         in_memory([OWN[0], [first_held_out()]], val_fraction=0.3).setup()
 
 
@@ -432,12 +418,11 @@ def test_a_saved_split_holds_the_same_samples_out(tmp_path: Any) -> None:
     numbers = torch.zeros(N)
     made = InMemoryDataModule((X, numbers), clients=OWN, val_fraction=0.3, seed=3)
     made.save_partition(tmp_path / "split.npz")
-    saved = Saved(tmp_path / "split.npz")
+    saved = dm.Saved(tmp_path / "split.npz")
     again = InMemoryDataModule((X, numbers), partition=saved, val_fraction=0.3, seed=3)
     assert all(np.array_equal(again.client_indices(i), made.client_indices(i)) for i in range(3))
-    with pytest.raises(
-        UserError, match=r"other samples were held out for validation.*val_fraction and the seed"
-    ):
+    told = r"other samples were held out for validation.*val_fraction and the seed"
+    with pytest.raises(UserError, match=told):
         InMemoryDataModule((X, numbers), partition=saved, val_fraction=0.3, seed=4).setup()
 
 
@@ -455,7 +440,7 @@ def test_groups_keep_their_names_where_one_is_held_out_whole(kind: str) -> None:
             self.client_names = ["anna", "ben", "carla"]
 
     made = InMemoryDataModule if kind == "partition" else Named
-    own = ByGroup(groups) if kind == "partition" else ByGroup()
+    own = dm.ByGroup(groups) if kind == "partition" else dm.ByGroup()
     data = made((X, Y), partition=own, val_fraction=0.3, seed=3)
     with pytest.warns(UserWarning, match="2 of 3 groups"):
         data.setup()
@@ -471,10 +456,9 @@ def test_a_client_whose_indices_never_end_is_refused() -> None:
 
 def test_positions_beside_a_loader_of_fewer_samples_could_mean_either() -> None:
     half = SubsetRandomSampler(list(range(0, N, 2)))
-    with pytest.raises(
-        UserError, match="clients are given, and the training loader of Loads uses 30 of 60 samples"
-    ):
-        FromDataModule(of_loader(half), clients=[[0, 1], [2, 3]]).setup()
+    told = "clients are given, and the training loader of Loads uses 30 of 60 samples"
+    with pytest.raises(UserError, match=told):
+        dm.FromDataModule(of_loader(half), clients=[[0, 1], [2, 3]]).setup()
 
 
 def test_given_clients_are_no_groups_of_the_data(tmp_path: Path) -> None:
@@ -487,9 +471,9 @@ def test_given_clients_are_no_groups_of_the_data(tmp_path: Path) -> None:
         }
         (tmp_path / side).mkdir()
         (tmp_path / side / "all.json").write_text(json.dumps(content))
-    data = FromLEAF(tmp_path, clients=[[0, 1, 2, 3]])
+    data = dm.FromLEAF(tmp_path, clients=[[0, 1, 2, 3]])
     data.setup()
     assert list(data.client_names) == [] and data.own_tests is None
-    named = FromLEAF(tmp_path, clients={"both": [0, 1, 2, 3]})
+    named = dm.FromLEAF(tmp_path, clients={"both": [0, 1, 2, 3]})
     named.setup()
     assert list(named.client_names) == ["both"]

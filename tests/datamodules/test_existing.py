@@ -52,9 +52,8 @@ def numbers(data, client, steps=1):
 
 
 def test_a_dataset_is_split_collated_and_evaluated():
-    data = FromDatasets(
-        Words(), test=Words(5, 100), partition=Dirichlet(100.0), num_clients=3, batch_size=3
-    )
+    test = Words(5, 100)
+    data = FromDatasets(Words(), test=test, partition=Dirichlet(100.0), num_clients=3, batch_size=3)
     everything = chain(*(numbers(data, i, 2) for i in range(3)))
     assert sorted(everything) == list(range(12)) and data.num_classes == 3
     batches = list(data.full_batches(0))
@@ -89,12 +88,8 @@ def test_labels_are_found_or_asked_for():
     assert FromDatasets(Mute(), num_clients=2).num_classes is None
     with pytest.raises(UserError, match=r"Dirichlet.*give targets"):
         FromDatasets(Mute(), num_clients=2, partition=Dirichlet(1.0)).setup()
-    assert (
-        FromDatasets(
-            Mute(), num_clients=2, partition=Dirichlet(1.0), targets=[0, 1] * 3
-        ).num_classes
-        == 2
-    )
+    given = {"num_clients": 2, "partition": Dirichlet(1.0)}
+    assert FromDatasets(Mute(), targets=[0, 1] * 3, **given).num_classes == 2
     groups = FromDatasets(Mute(), partition=ByGroup([1, 1, 2, 2, 2, 3]))
     assert groups.num_clients == 3 and "all samples" in groups.plot_partition().axes[0].get_xlabel()
 
@@ -201,9 +196,8 @@ def test_a_weighted_sampler_draws_within_each_client():
     assert drawn[0] == 0 and drawn[11] / 1200 == pytest.approx(10 / (10 + sum(others)), abs=0.05)
     again = federate(batch_size=4, sampler=WeightedRandomSampler(weights, 12))
     assert seen(again, 1, 7, 5) == seen(data, 1, 7, 5) != seen(data, 1, 8, 5)
-    assert sorted(chain(*(b.tolist() for b, _ in data.full_batches(holder)))) == sorted(
-        data.client_indices(holder)
-    )
+    expected = sorted(data.client_indices(holder))
+    assert sorted(chain(*(b.tolist() for b, _ in data.full_batches(holder)))) == expected
 
 
 def test_drawing_with_replacement_is_honoured():
@@ -216,9 +210,8 @@ def test_a_subset_sampler_leaves_the_rest_out(sampler):
     data = federate(sampler=sampler, batch_size=2)
     assert sorted(chain(*seen(data, 0), *seen(data, 1))) == [3, 5, 7, 9]
     assert data.num_classes == 3
-    labelled = FromDataModule(
-        plain(sampler=sampler), targets=[i // 3 for i in range(12)], num_clients=2
-    )
+    targets = [i // 3 for i in range(12)]
+    labelled = FromDataModule(plain(sampler=sampler), targets=targets, num_clients=2)
     labelled.setup()
     assert labelled.train_set.labels.tolist() == [1, 1, 2, 3]
 
@@ -411,9 +404,8 @@ def test_the_clients_follow_the_loader_and_the_arguments() -> None:
 def test_a_loader_that_is_made_anew_in_later_rounds_is_refused() -> None:
     module = FederatedModule(Reads(), seed=0, participation="all", local_epochs=1)
     fit = trainer(1, reload_dataloaders_every_n_epochs=2)
-    with pytest.raises(
-        UserError, match=r"reload_dataloaders_every_n_epochs=2.* loader of Mine once"
-    ):
+    told = r"reload_dataloaders_every_n_epochs=2.* loader of Mine once"
+    with pytest.raises(UserError, match=told):
         fit.fit(module, FromDataModule(Mine(), num_clients=2))
 
 
@@ -523,10 +515,8 @@ def test_all_three_hooks_come_in_lightnings_order_and_replace_each_other():
 
     batch = next(of_raw(Three()).client_batches(0, 0, 1))
     assert batch[2:] == ["before", "cpu", "after"]
-    assert (
-        of_raw(Three()).transfer_hooks == Three.order
-        and of_raw(Raw()).transfer_hooks == Three.order[2:]
-    )
+    assert of_raw(Three()).transfer_hooks == Three.order
+    assert of_raw(Raw()).transfer_hooks == Three.order[2:]
 
 
 @pytest.mark.parametrize(
@@ -541,11 +531,8 @@ def test_hooks_get_the_batch_where_lightning_would_give_it(made, hook):
     kind = type("Seeing", (InMemoryDataModule if made == "memory" else FromDatasets,), {hook: see})
     data = kind(clean() if made == "memory" else TensorDataset(*clean()), num_clients=2)
     (x, y), *_ = data.client_batches(0, 0, 1, device=torch.device("meta"))
-    assert (
-        x.is_meta
-        and y.is_meta
-        and data.seen == ("meta" if hook == "on_after_batch_transfer" else "cpu")
-    )
+    assert x.is_meta and y.is_meta
+    assert data.seen == ("meta" if hook == "on_after_batch_transfer" else "cpu")
 
 
 def test_hooks_of_a_subclass_of_ours_are_honoured_and_spared_the_token():

@@ -64,9 +64,8 @@ def test_kinds_of_x_and_y() -> None:
     assert x.shape == (8,) and x[0] == ord("t") + 3 and y.dtype == torch.float32
     named = FromHuggingFace(table(), "a", "kind", num_clients=1, classes=["dog", "cat", "bird"])
     assert sorted(y for _, y in read(named, 0)) == [0, 0, 0, 1, 1, 1] and named.num_classes == 3
-    split = FromHuggingFace(
-        table(), "a", "kind", num_clients=2, partition=DirichletByClass(9.0, min_samples=1)
-    )
+    partition = DirichletByClass(9.0, min_samples=1)
+    split = FromHuggingFace(table(), "a", "kind", num_clients=2, partition=partition)
     assert split.client_sizes().sum() == 6
     values = FromHuggingFace(table(), "a", "kind", num_clients=2, partition=ByValue(column="b"))
     assert sorted(values.client_indices(0).tolist()) == [3, 4, 5]
@@ -339,9 +338,8 @@ def labelled(names: list[str], codes: list[int], client: bool = True) -> Any:
 def test_clients_that_are_stored_as_numbers_of_names_have_these_names() -> None:
     """A test set numbers the same names in another order."""
     train = labelled(["zoe", "anna"], [0, 1, 0])
-    data = FromHuggingFace(
-        train, "x", "y", "who", test=labelled(["anna", "zoe"], [0, 1]), tests="own"
-    )
+    test = labelled(["anna", "zoe"], [0, 1])
+    data = FromHuggingFace(train, "x", "y", "who", test=test, tests="own")
     data.setup()
     assert list(data.client_names) == ["anna", "zoe"]
     assert data.client_sizes().tolist() == [1, 2]
@@ -364,25 +362,12 @@ def test_labels_that_are_texts_on_one_side_are_refused(train: Any, test: Any) ->
 
 
 def test_pairs_of_texts_and_labels_in_lists_of_one() -> None:
-    rows = {
-        "premise": ["ab", "abcdef"],
-        "hypothesis": ["c", "xyz"],
-        "label": [[1], [0]],
-        "n": [1.0, 2.0],
-    }
-    data = FromHuggingFace(
-        datasets.Dataset.from_dict(rows),
-        ["premise", "hypothesis"],
-        "label",
-        num_clients=1,
-        length=6,
-    )
-    assert [(x.tolist(), y) for x, y in read(data, 0)] == [
-        ([100, 101, 1, 102, 1, -1], 1),
-        ([100, 101, 1, 123, 124, 1], 0),
-    ]
+    rows: dict[str, Any] = {"premise": ["ab", "abcdef"], "hypothesis": ["c", "xyz"]}
+    rows |= {"label": [[1], [0]], "n": [1.0, 2.0]}
+    made, pair = datasets.Dataset.from_dict(rows), ["premise", "hypothesis"]
+    data = FromHuggingFace(made, pair, "label", num_clients=1, length=6)
+    expected = [([100, 101, 1, 102, 1, -1], 1), ([100, 101, 1, 123, 124, 1], 0)]
+    assert [(x.tolist(), y) for x, y in read(data, 0)] == expected
     assert data.num_classes == 2
     with pytest.raises(UserError, match=r"Column 'n' .*two columns of texts"):
-        FromHuggingFace(
-            datasets.Dataset.from_dict(rows), ["premise", "n"], "label", num_clients=1
-        ).setup()
+        FromHuggingFace(made, ["premise", "n"], "label", num_clients=1).setup()

@@ -16,13 +16,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from fl_lightning import UserError
-from fl_lightning.datamodules import (
-    Dirichlet,
-    FromDataModule,
-    FromDatasets,
-    InMemoryDataModule,
-    Pathological,
-)
+from fl_lightning import datamodules as dm
 from tests.helpers.learners import Loads
 
 
@@ -79,7 +73,7 @@ def trained(data: Any, client: int) -> list[int]:
     ids=["transform", "subset", "concat", "tensors", "none"],
 )
 def test_a_target_transform_is_split_and_counted(made: Callable[[], Any]) -> None:
-    data = FromDatasets(made(), partition=Pathological(classes=1), num_clients=4)
+    data = dm.FromDatasets(made(), partition=dm.Pathological(classes=1), num_clients=4)
     data.setup()
     for client in range(4):
         counts = data.client_label_counts(client)
@@ -104,38 +98,38 @@ SAME = {
 def test_labels_that_the_samples_do_not_have_count_as_unknown(name: str) -> None:
     made = Wrapped(Digits(), CHANGES[name])
     with pytest.warns(UserWarning, match=r"sample 0 .* label 3 .* says 0.*give targets"):
-        assert FromDatasets(made, num_clients=2).client_label_counts(0) is None
+        assert dm.FromDatasets(made, num_clients=2).client_label_counts(0) is None
     with pytest.warns(UserWarning), pytest.raises(UserError, match="give targets"):
-        FromDatasets(made, num_clients=2, partition=Dirichlet(1.0)).setup()
-    given = FromDatasets(made, num_clients=2, targets=[flipped(int(y)) for y in made.targets])
+        dm.FromDatasets(made, num_clients=2, partition=dm.Dirichlet(1.0)).setup()
+    given = dm.FromDatasets(made, num_clients=2, targets=[flipped(int(y)) for y in made.targets])
     given.setup()
     assert given.num_classes == 4
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_labels_that_the_samples_have_are_known(name: str, recwarn: Any) -> None:
-    assert FromDatasets(Wrapped(Digits(), SAME[name]), num_clients=2).num_classes == 4
+    assert dm.FromDatasets(Wrapped(Digits(), SAME[name]), num_clients=2).num_classes == 4
     assert not [str(one.message) for one in recwarn if "label" in str(one.message)]
 
 
 def test_a_part_whose_labels_differ_is_found() -> None:
     parts = [Digits(), Digits(), Wrapped(Digits(), CHANGES["pair"])]
     with pytest.warns(UserWarning, match="sample 16. of the training data"):
-        FromDatasets(clients=parts).setup()
+        dm.FromDatasets(clients=parts).setup()
 
 
 def test_comparing_draws_no_numbers_and_reads_no_later_sample_otherwise() -> None:
     noisy = Wrapped(Digits(), lambda x, y, i: (torch.rand(3), y))
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    FromDatasets(noisy, num_clients=2).setup()
+    dm.FromDatasets(noisy, num_clients=2).setup()
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_loader_whose_collate_function_changes_labels() -> None:
     mine = Loads(DataLoader(Digits(), batch_size=4, collate_fn=coarse))
     with pytest.warns(UserWarning, match=r"sample 2 .* label 0 .* says 2"):
-        assert FromDataModule(mine, num_clients=2).num_classes is None
+        assert dm.FromDataModule(mine, num_clients=2).num_classes is None
 
 
 def coarse(samples: list[Any]) -> Any:
@@ -146,11 +140,11 @@ def coarse(samples: list[Any]) -> Any:
 @pytest.mark.parametrize("y", [[0, 1, 1_700_000_000_000], [0, 1, 10_000_000]])
 def test_numbers_too_large_for_classes_are_no_classes(y: list[int]) -> None:
     """Counts per class would take the machine's memory."""
-    data = InMemoryDataModule((torch.zeros(3, 1), torch.tensor(y)), num_clients=1)
+    data = dm.InMemoryDataModule((torch.zeros(3, 1), torch.tensor(y)), num_clients=1)
     assert data.num_classes is None and data.client_label_counts(0) is None
     labelled = Digits(count=3)
     labelled.targets = torch.tensor(y)
-    assert FromDatasets(labelled, num_clients=1).client_label_counts(0) is None
+    assert dm.FromDatasets(labelled, num_clients=1).client_label_counts(0) is None
 
 
 @pytest.mark.parametrize(
@@ -167,11 +161,11 @@ def test_what_keeps_labels_from_being_classes_is_named(y: Any, words: str) -> No
     labelled = Digits(count=2)
     labelled.targets = np.asarray(y)  # type: ignore[assignment]
     with pytest.raises(UserError, match=rf"uses classes, but .*: .*{words}.*give targets"):
-        FromDatasets(labelled, partition=Dirichlet(1.0), num_clients=1).setup()
+        dm.FromDatasets(labelled, partition=dm.Dirichlet(1.0), num_clients=1).setup()
     if not isinstance(y[0], str | list):
         own = (torch.zeros(2, 1), np.asarray(y))
         with pytest.raises(UserError, match=words):
-            InMemoryDataModule(own, partition=Dirichlet(1.0), num_clients=1).setup()
+            dm.InMemoryDataModule(own, partition=dm.Dirichlet(1.0), num_clients=1).setup()
 
 
 class Relabelled(Subset[Any]):
@@ -189,8 +183,9 @@ class Relabelled(Subset[Any]):
 
 
 def test_a_subset_s_own_labels_count() -> None:
-    data = FromDatasets(
-        Relabelled(Digits(), list(range(60))), num_clients=2, partition=Dirichlet(1.0)
+    partition = dm.Dirichlet(1.0)
+    data = dm.FromDatasets(
+        Relabelled(Digits(), list(range(60))), num_clients=2, partition=partition
     )
     counts = data.client_label_counts(0)
     assert counts is not None and counts.tolist() == trained(data, 0)
@@ -203,13 +198,13 @@ def test_missing_values_of_a_frame_are_refused(what: str) -> None:
     gap = pandas.DataFrame({"a": [1.0, 2.0], "b": [1.0, None]})
     pair = (gap, whole["a"]) if what == "x" else (whole, gap["b"])
     with pytest.raises(UserError, match=rf"{what} is a \w+ without a value in row 1"):
-        InMemoryDataModule(pair, num_clients=1).setup()
+        dm.InMemoryDataModule(pair, num_clients=1).setup()
 
 
 def test_whole_numbers_of_a_frame_of_objects_are_whole() -> None:
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     x = pandas.DataFrame({"a": [1.0, 2.0]})
-    data = InMemoryDataModule((x, pandas.Series([16777217, 1], dtype=object)), num_clients=1)
+    data = dm.InMemoryDataModule((x, pandas.Series([16777217, 1], dtype=object)), num_clients=1)
     data.setup()
     assert data.train_set is not None
     assert data.train_set.y.tolist() == [16777217, 1]  # type: ignore[attr-defined]
@@ -239,10 +234,9 @@ class Around(Dataset[Any]):
 def test_folders_with_other_classes_are_refused_by_name(tmp_path: Path) -> None:
     one = folder(tmp_path / "anna", "bird", "cat")
     other = folder(tmp_path / "ben", "cat", "dog")
-    with pytest.raises(
-        UserError, match=r"clients: client 1 .*'cat', 'dog'.*client 0.*'bird', 'cat'"
-    ):
-        FromDatasets(clients=[one, other])
+    told = r"clients: client 1 .*'cat', 'dog'.*client 0.*'bird', 'cat'"
+    with pytest.raises(UserError, match=told):
+        dm.FromDatasets(clients=[one, other])
     for wrapped in (
         Subset(other, [0, 1]),
         Around(other),
@@ -250,27 +244,27 @@ def test_folders_with_other_classes_are_refused_by_name(tmp_path: Path) -> None:
         Subset(Around(other), [0]),
     ):
         with pytest.raises(UserError, match="'cat', 'dog'"):
-            FromDatasets(clients=[one, wrapped])
+            dm.FromDatasets(clients=[one, wrapped])
     with pytest.raises(UserError, match=r"FromDatasets' test .*'cat', 'dog'.*'bird', 'cat'"):
-        FromDatasets(one, test=other, num_clients=2)
+        dm.FromDatasets(one, test=other, num_clients=2)
     with pytest.raises(UserError, match=r"test_clients.*client 1.*'cat', 'dog'"):
-        FromDatasets(clients=[one, one], test_clients=[one, other])
+        dm.FromDatasets(clients=[one, one], test_clients=[one, other])
     with pytest.raises(UserError, match="'cat', 'dog'"):
-        FromDatasets(ConcatDataset([one, other]), num_clients=2)
+        dm.FromDatasets(ConcatDataset([one, other]), num_clients=2)
 
 
 def test_alike_classes_and_data_sets_without_names_are_taken(tmp_path: Path) -> None:
     one = folder(tmp_path / "anna", "bird", "cat")
     other = folder(tmp_path / "ben", "bird", "cat")
-    data = FromDatasets(clients=[one, Subset(other, [0, 5])], test=Around(other))
+    data = dm.FromDatasets(clients=[one, Subset(other, [0, 5])], test=Around(other))
     assert data.client_sizes().tolist() == [6, 2] and list(data.class_names) == ["bird", "cat"]
     plain = torch.utils.data.TensorDataset(torch.zeros(4, 3), torch.arange(4) % 2)
-    assert FromDatasets(clients=[plain, plain]).num_clients == 2
-    assert FromDatasets(clients=[one, plain]).num_clients == 2
+    assert dm.FromDatasets(clients=[plain, plain]).num_clients == 2
+    assert dm.FromDatasets(clients=[one, plain]).num_clients == 2
     third = folder(tmp_path / "clara", "bird", "cat", "dog")
-    assert FromDatasets(clients=[one, third, other]).num_clients == 3
+    assert dm.FromDatasets(clients=[one, third, other]).num_clients == 3
     shifted = ImageFolder(str(tmp_path / "clara"), target_transform=lambda label: 2 - label)
-    assert FromDatasets(clients=[one, shifted]).num_clients == 2
+    assert dm.FromDatasets(clients=[one, shifted]).num_clients == 2
 
 
 def test_a_data_modules_validation_set_with_other_classes_is_refused(tmp_path: Path) -> None:
@@ -281,7 +275,7 @@ def test_a_data_modules_validation_set_with_other_classes_is_refused(tmp_path: P
         def val_dataloader(self) -> Any:
             return DataLoader(folder(tmp_path / "val", "cat", "dog"), batch_size=2)
 
-    data = FromDataModule(Animals(), num_clients=2)
+    data = dm.FromDataModule(Animals(), num_clients=2)
     data.setup()
     assert list(data.class_names) == ["bird", "cat"]
     with pytest.raises(UserError, match=r"val_dataloader of Animals.*'cat', 'dog'.*'bird', 'cat'"):
@@ -291,11 +285,11 @@ def test_a_data_modules_validation_set_with_other_classes_is_refused(tmp_path: P
 def test_labels_in_a_column_are_labels() -> None:
     """As MedMNIST's, whose shape is (N, 1)."""
     y = torch.arange(12) % 3
-    data = InMemoryDataModule((torch.eye(12), y[:, None]), num_clients=3)
+    data = dm.InMemoryDataModule((torch.eye(12), y[:, None]), num_clients=3)
     data.setup()
     assert data.num_classes == 3
     assert data.one_batch(0, 2)[1].shape == (2,)
 
-    given = FromDatasets(Digits(count=12), targets=y[:, None].numpy(), num_clients=3)
+    given = dm.FromDatasets(Digits(count=12), targets=y[:, None].numpy(), num_clients=3)
     given.setup()
     assert given.num_classes == 3

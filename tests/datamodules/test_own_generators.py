@@ -1,7 +1,4 @@
-"""Datasets that draw from generators of their own.
-
-Seeded for each batch, so resumed and side by side the same.
-"""
+"""Datasets that draw from generators of their own."""
 
 from __future__ import annotations
 
@@ -154,17 +151,14 @@ def test_a_resumed_run_and_clients_side_by_side_have_the_same_bits(
 
 
 def test_what_cannot_be_seeded_trains_one_after_the_other_and_is_told() -> None:
-    with pytest.warns(
-        UserWarning,
-        match="another batch when the same one is read again.*resumed run does not have",
-    ):
+    words = "another batch when the same one is read again.*resumed run does not have"
+    with pytest.warns(UserWarning, match=words):
         module, _ = fitted(Unseen(), engine="auto")
     assert module.run.plan.engine == "sequential" and "read again" in module.run.plan.why
     with pytest.warns(UserWarning, match="resumed run does not have"):
         fitted(Unseen(), engine="sequential")
-    with pytest.raises(
-        UserError, match=r"engine='concurrent' cannot train Lit: its data set gives another batch"
-    ):
+    told = r"engine='concurrent' cannot train Lit: its data set gives another batch"
+    with pytest.raises(UserError, match=told):
         fitted(Unseen(), engine="concurrent")
 
 

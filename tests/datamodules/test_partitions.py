@@ -153,13 +153,10 @@ def test_a_partition_of_ones_own():
         def split(self, labels, num_clients, seed):
             return [np.arange(i + self.first, len(labels), num_clients) for i in range(num_clients)]
 
-    data = InMemoryDataModule(
-        (np.zeros((7, 1)), np.zeros(7)), partition=EverySoMany(1), num_clients=2
-    )
-    assert (
-        data.client_indices(0).tolist() == [1, 3, 5]
-        and data.card()["partition"] == "EverySoMany(first=1)"
-    )
+    partition = EverySoMany(1)
+    data = InMemoryDataModule((np.zeros((7, 1)), np.zeros(7)), partition=partition, num_clients=2)
+    assert data.client_indices(0).tolist() == [1, 3, 5]
+    assert data.card()["partition"] == "EverySoMany(first=1)"
 
 
 @pytest.mark.parametrize(
@@ -219,9 +216,8 @@ def test_each_client_needs_a_sample_of_its_own(partition: Partition) -> None:
     assert [len(c) for c in partition.split(np.arange(7), 1, 0)] == [7]
     assert sum(len(c) for c in partition.split(np.arange(7), 3, 0)) == 7
     for clients in (0, 8):
-        with pytest.raises(
-            UserError, match=f"num_clients is {clients}, but there are 7 training samples"
-        ):
+        told = f"num_clients is {clients}, but there are 7 training samples"
+        with pytest.raises(UserError, match=told):
             partition.split(np.arange(7), clients, 0)
 
 
@@ -239,11 +235,8 @@ def test_a_partition_says_what_is_not_its_default() -> None:
         def __init__(self, a: int = 1, b: str = "x") -> None:
             self.a, self.b = a, b
 
-    assert (repr(Mine()), repr(Mine(2)), repr(Mine(2, "y"))) == (
-        "Mine()",
-        "Mine(a=2)",
-        "Mine(a=2, b='y')",
-    )
+    expected = ("Mine()", "Mine(a=2)", "Mine(a=2, b='y')")
+    assert (repr(Mine()), repr(Mine(2)), repr(Mine(2, "y"))) == expected
     assert (repr(ByGroup()), repr(IID())) == ("ByGroup()", "IID()")
     assert len(repr(ByGroup(list(range(1000))))) < 100
     assert (ByGroup().clients, ByGroup([3, 3, 5]).clients, IID().clients) == (None, 2, None)
@@ -289,10 +282,7 @@ def test_a_client_draws_from_each_class_as_its_proportions_say() -> None:
 
 
 def test_the_concentration_is_that_of_each_class() -> None:
-    """Dir(α · C · prior): with 4 classes and α = 2 uniform, Dir(2, 2, 2, 2).
-
-    Of frequencies 0.1, 0.9, Dir(0.8, 7.2).
-    """
+    """Dir(α · C · prior): with 4 classes and α = 2 uniform, Dir(2, 2, 2, 2)."""
     uniform, skewed = Dirichlet(2.0), Dirichlet(4.0, prior="frequencies")
     for seed in range(3):
         drawn = uniform._proportions(generator(seed, "x"), np.array([5, 5, 5, 5]))
@@ -303,9 +293,8 @@ def test_the_concentration_is_that_of_each_class() -> None:
 
 def test_dealing_out_takes_each_sample_once_and_of_a_class_in_its_own_order() -> None:
     clients = Dirichlet(0.3).split(LABELS, 4, 5)
-    assert [len(c) for c in clients] == [25] * 4 and sorted(np.concatenate(clients)) == list(
-        range(100)
-    )
+    assert [len(c) for c in clients] == [25] * 4
+    assert sorted(np.concatenate(clients)) == list(range(100))
     for c, label in enumerate((1, 4, 7)):
         order = generator(5, "partition-stock", c).permutation(np.flatnonzero(label == LABELS))
         dealt = [i for client in clients for i in client if LABELS[i] == label]
@@ -313,10 +302,7 @@ def test_dealing_out_takes_each_sample_once_and_of_a_class_in_its_own_order() ->
 
 
 def test_a_class_that_is_used_up_is_left_out_and_the_rest_are_drawn_as_before() -> None:
-    """Client 0's draws by the definition.
-
-    What is over its stock is drawn again among the other classes.
-    """
+    """Client 0's draws by the definition."""
     stock = np.array([50, 30, 20])
     rng = generator(11, "partition", 0)
     q, taken, left = rng.dirichlet([0.2] * 3), np.zeros(3, dtype=int), 60
@@ -326,10 +312,8 @@ def test_a_class_that_is_used_up_is_left_out_and_the_rest_are_drawn_as_before() 
         more = np.minimum(rng.multinomial(left, q), stock - taken)
         taken, left, turns = taken + more, left - more.sum(), turns + 1
     (client,) = Dirichlet(0.2, samples_per_client=60).split(LABELS, 1, 11)
-    assert (
-        turns > 1
-        and [int((LABELS[client] == label).sum()) for label in (1, 4, 7)] == taken.tolist()
-    )
+    assert turns > 1
+    assert [int((LABELS[client] == label).sum()) for label in (1, 4, 7)] == taken.tolist()
 
 
 def test_classes_are_drawn_for_each_client_in_equal_proportions() -> None:

@@ -274,11 +274,8 @@ def test_shakespeare_is_cut_into_windows(tmp_path: Path) -> None:
     own = read(FromHDF5(path, length=4), 0)
     assert len(CHARACTERS) == 86
     # é is two bytes, which TFF does not know.
-    assert [x.tolist() for x, _ in own] == [
-        [88, 1, 2, 3, 87],
-        [87, 86, 89, -1, -1],
-        [88, 1, 89, -1, -1],
-    ]
+    expected = [[88, 1, 2, 3, 87], [87, 86, 89, -1, -1], [88, 1, 89, -1, -1]]
+    assert [x.tolist() for x, _ in own] == expected
     assert [y for _, y in own] == [-1] * 3
 
 

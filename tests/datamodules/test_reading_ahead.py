@@ -129,13 +129,8 @@ def tell(worker):
 
 
 def test_the_loaders_workers_are_honoured():
-    inner = wrapped(
-        Told(),
-        num_workers=2,
-        worker_init_fn=tell,
-        prefetch_factor=1,
-        multiprocessing_context="fork",
-    )
+    given = {"num_workers": 2, "prefetch_factor": 1, "multiprocessing_context": "fork"}
+    inner = wrapped(Told(), worker_init_fn=tell, **given)
     data = FromDataModule(inner, num_clients=2, collate=list)
     answers = {answer for batch in data.client_batches(0, 0, 20) for answer in batch}
     assert answers <= {(i, 2, f"worker {i} of Told") for i in (0, 1)} and answers
@@ -184,9 +179,8 @@ class Moody(Samples):
 
 
 def test_a_generator_of_the_datasets_own_cannot_be_shared():
-    with pytest.raises(
-        UserError, match=r"num_workers is 2.*Moody\.parts\['noise'\]\[0\].*num_workers=0"
-    ):
+    told = r"num_workers is 2.*Moody\.parts\['noise'\]\[0\].*num_workers=0"
+    with pytest.raises(UserError, match=told):
         FromDatasets(Moody(), num_clients=2, num_workers=2)
     with pytest.raises(UserError, match="Moody"):
         FromDataModule(wrapped(Moody()), num_clients=2, num_workers=1).setup()
@@ -214,9 +208,8 @@ def test_a_killed_run_leaves_no_worker_behind(python):
         [os.getcwd(), os.path.dirname(folder), os.environ.get("PYTHONPATH", "")]
     )
     command = [python, "-c", KILLED.format(folder=folder)]
-    run = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
-    )
+    env = {**os.environ, "PYTHONPATH": paths}
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     workers = [int(pid) for pid in run.stdout.readline().split()]
     assert len(workers) == 2
     run.kill()

@@ -21,25 +21,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from fl_lightning import InMemoryDataModule, UserError
-from fl_lightning.datamodules import (
-    IID,
-    ByGroup,
-    ByValue,
-    DealtByShares,
-    DirichletByClass,
-    FromDatasets,
-    Grouped,
-    Imported,
-    InnerDirichlet,
-    LabelBuckets,
-    LabelShares,
-    LabelsPerClient,
-    Mixed,
-    Partition,
-    Saved,
-    Shards,
-    Sizes,
-)
+from fl_lightning import datamodules as dm
 from fl_lightning.datamodules.partitions.split_summary import gini
 from fl_lightning.sampling import generator
 
@@ -86,7 +68,7 @@ PUBLISHED: dict[str, dict[str, str]] = json.loads(
 CASES = [(tool, case) for tool, cases in PUBLISHED.items() for case in cases]
 
 
-def of_flwr(kind: str, name: str, seed: int) -> tuple[Partition, int]:
+def of_flwr(kind: str, name: str, seed: int) -> tuple[dm.Partition, int]:
     """The same split in our words, and its number of clients."""
     (kind, _, mode) = kind.partition("-")
     classes = len(np.unique(labels_of(name)))
@@ -95,33 +77,33 @@ def of_flwr(kind: str, name: str, seed: int) -> tuple[Partition, int]:
     if kind == "grouped":
         order: Any = "sorted" if mode == "sorted" else "seen"
         modes: Any = {"sorted": "allow-smaller", "drop-reminder": "drop-remainder"}
-        made = Grouped(4, modes.get(mode, mode), order, groups_of(name))
+        made = dm.Grouped(4, modes.get(mode, mode), order, groups_of(name))
         return made, made.clients or 0
     if kind == "buckets":
-        return LabelBuckets(array_of(classes).tolist(), BUCKETS, 2, **of), 2 * classes
+        return dm.LabelBuckets(array_of(classes).tolist(), BUCKETS, 2, **of), 2 * classes
     if kind == "exponential":
-        return Sizes("exponential"), CLIENTS // 2
-    rules: dict[str, Partition] = {
-        "dir": DirichletByClass(0.5, **of),
-        "pat": LabelsPerClient(2, "flwr", **of),
-        "shards": Shards(2, **of),
-        "inner": InnerDirichlet(sizes, 0.3, **of),
-        "values": ByValue(values_of(name).tolist(), strictness=0.6, **of),
-        "linear": Sizes("linear"),
-        "square": Sizes("square"),
-        "sizes": Sizes(sizes),
+        return dm.Sizes("exponential"), CLIENTS // 2
+    rules: dict[str, dm.Partition] = {
+        "dir": dm.DirichletByClass(0.5, **of),
+        "pat": dm.LabelsPerClient(2, "flwr", **of),
+        "shards": dm.Shards(2, **of),
+        "inner": dm.InnerDirichlet(sizes, 0.3, **of),
+        "values": dm.ByValue(values_of(name).tolist(), strictness=0.6, **of),
+        "linear": dm.Sizes("linear"),
+        "square": dm.Sizes("square"),
+        "sizes": dm.Sizes(sizes),
     }
     if mode == "balanced":
-        return DirichletByClass(0.3, balance=True, **of), CLIENTS
+        return dm.DirichletByClass(0.3, balance=True, **of), CLIENTS
     if mode == "of-20":
-        return Shards(None, 20, keep_incomplete=True, **of), CLIENTS
+        return dm.Shards(None, 20, keep_incomplete=True, **of), CLIENTS
     if mode:
         given: Any = mode
-        return LabelsPerClient(3, "flwr", mode=given, **of), CLIENTS
+        return dm.LabelsPerClient(3, "flwr", mode=given, **of), CLIENTS
     return rules[kind], CLIENTS
 
 
-def ours(tool: str, case: str) -> tuple[Partition, str, int]:
+def ours(tool: str, case: str) -> tuple[dm.Partition, str, int]:
     (kind, name, seed, *tested) = case.split()
     of: dict[str, Any] = {"tool_seed": int(seed), "test_share": 0.25 if tested else 0.0}
     source: Any = tool
@@ -130,13 +112,13 @@ def ours(tool: str, case: str) -> tuple[Partition, str, int]:
         return made, name, clients
     if tool == "fl-simulator":
         rule: Any = {"dir": {"alpha": 0.3}, "dir-small": {"alpha": 0.05}, "pat": {"classes": 3}}
-        dealt = DealtByShares(**rule[kind], tool_seed=int(seed))
+        dealt = dm.DealtByShares(**rule[kind], tool_seed=int(seed))
         return dealt, name, 7 if kind == "dir-small" else CLIENTS
     if tool == "niid-bench" and kind != "labeldir":
-        return LabelsPerClient(int(kind[-1]), source, **of), name, 12
+        return dm.LabelsPerClient(int(kind[-1]), source, **of), name, 12
     if kind.startswith("pat"):
-        return LabelsPerClient(2, balance=kind == "pat", **of), name, CLIENTS
-    return DirichletByClass(0.5, source, **of), name, 12 if tool == "niid-bench" else CLIENTS
+        return dm.LabelsPerClient(2, balance=kind == "pat", **of), name, CLIENTS
+    return dm.DirichletByClass(0.5, source, **of), name, 12 if tool == "niid-bench" else CLIENTS
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -155,7 +137,7 @@ X = np.arange(480, dtype=np.float32).reshape(240, 2)
 TOLD = pytest.mark.filterwarnings("ignore:.*training samples belong to no client")
 
 
-def data(partition: Partition, **given: Any) -> InMemoryDataModule:
+def data(partition: dm.Partition, **given: Any) -> InMemoryDataModule:
     tests = (X[:60] + 1000, Y[:60])
     return InMemoryDataModule((X, Y), test=tests, partition=partition, seed=1, **given)
 
@@ -164,36 +146,34 @@ def data(partition: Partition, **given: Any) -> InMemoryDataModule:
 @pytest.mark.parametrize(
     "partition",
     [
-        DirichletByClass(0.5),
-        DirichletByClass([1.0, 2.0, 3.0, 1.0], "pfllib"),
-        LabelsPerClient(2),
-        LabelsPerClient(2, "niid-bench"),
-        LabelsPerClient(2, "flwr"),
-        Shards(2),
-        Sizes([10, 20, 30, 40], shuffle=True),
-        ByValue(X[:, 0].tolist(), strictness=0.5),
-        LabelShares(np.full((4, 4), 0.25).tolist(), [40, 30, 20, 10]),
-        LabelBuckets(np.ones((4, 2)).tolist(), 2),
-        InnerDirichlet([20, 30, 40, 50], [[0.3] * 4] * 4),
-        Mixed(0.5, LabelsPerClient(1)),
+        dm.DirichletByClass(0.5),
+        dm.DirichletByClass([1.0, 2.0, 3.0, 1.0], "pfllib"),
+        dm.LabelsPerClient(2),
+        dm.LabelsPerClient(2, "niid-bench"),
+        dm.LabelsPerClient(2, "flwr"),
+        dm.Shards(2),
+        dm.Sizes([10, 20, 30, 40], shuffle=True),
+        dm.ByValue(X[:, 0].tolist(), strictness=0.5),
+        dm.LabelShares(np.full((4, 4), 0.25).tolist(), [40, 30, 20, 10]),
+        dm.LabelBuckets(np.ones((4, 2)).tolist(), 2),
+        dm.InnerDirichlet([20, 30, 40, 50], [[0.3] * 4] * 4),
+        dm.Mixed(0.5, dm.LabelsPerClient(1)),
     ],
     ids=lambda partition: type(partition).__name__,
 )
-def test_a_split_is_a_function_of_the_seed_and_each_sample_has_one_client(
-    partition: Partition,
-) -> None:
+def test_a_split_follows_its_seed_and_each_sample_has_one_client(partition: dm.Partition) -> None:
     one, same = (partition.split(Y, 4, 5) for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(one, same, strict=True))
     other = partition.split(Y, 4, 6)
     assert any(not np.array_equal(a, b) for a, b in zip(one, other, strict=True)) or isinstance(
-        partition, LabelsPerClient | ByValue
+        partition, dm.LabelsPerClient | dm.ByValue
     )
     every = np.concatenate(list(one))
     assert len(np.unique(every)) == len(every) and len(one) == 4
 
 
 def test_a_class_that_is_dealt_begins_again_and_all_clients_have_equal_numbers() -> None:
-    made = DealtByShares(classes=1)
+    made = dm.DealtByShares(classes=1)
     one, same, other = (made.split(Y, 7, seed) for seed in (5, 5, 6))
     assert all(np.array_equal(a, b) for a, b in zip(one, same, strict=True))
     assert any(not np.array_equal(a, b) for a, b in zip(one, other, strict=True))
@@ -209,23 +189,23 @@ def test_a_class_that_is_dealt_begins_again_and_all_clients_have_equal_numbers()
 def test_shares_give_their_numbers_of_each_class() -> None:
     shares = [[0.5, 0.5, 0, 0], [0, 0.1, 0.2, 0.7], [0.25, 0.25, 0.25, 0.25]]
     sizes = [21, 30, 7]
-    clients = LabelShares(shares, sizes).split(Y, 3, 0)
+    clients = dm.LabelShares(shares, sizes).split(Y, 3, 0)
     counts = [np.bincount(Y[own], minlength=4).tolist() for own in clients]
     # Remainders of one half: the lower class.
     assert counts == [[11, 10, 0, 0], [0, 3, 6, 21], [2, 2, 2, 1]]
     stock = generator(0, "partition-stock", 0).permutation(np.flatnonzero(Y == 0))
     assert clients[0][:11].tolist() == stock[:11].tolist()
     with pytest.raises(UserError, match=r"want 100 samples of class 0, and there are \d+"):
-        LabelShares([[1, 0, 0, 0]], [100]).split(Y, 1, 0)
+        dm.LabelShares([[1, 0, 0, 0]], [100]).split(Y, 1, 0)
 
 
 def test_a_mixture_has_both_parts() -> None:
-    clients = Mixed(0.25, LabelsPerClient(1)).split(Y, 4, 3)
+    clients = dm.Mixed(0.25, dm.LabelsPerClient(1)).split(Y, 4, 3)
     even = generator(3, "partition-mixed").permutation(240)[:60]
     for i, own in enumerate(clients):
         assert own[-15:].tolist() == even[15 * i : 15 * (i + 1)].tolist()
         assert len(np.unique(Y[own[:-15]])) == 1
-    assert [len(own) for own in Mixed(1, IID()).split(Y, 4, 3)] == [60] * 4
+    assert [len(own) for own in dm.Mixed(1, dm.IID()).split(Y, 4, 3)] == [60] * 4
 
 
 # ---- pooled
@@ -233,14 +213,14 @@ def test_a_mixture_has_both_parts() -> None:
 
 @pytest.mark.parametrize("kind", ["tensors", "datasets"])
 def test_pooled_data_are_training_data_followed_by_test_data(kind: str) -> None:
-    partition = DirichletByClass(1.0, "pfllib", tool_seed=1, test_share=0.25)
+    partition = dm.DirichletByClass(1.0, "pfllib", tool_seed=1, test_share=0.25)
     made: Any
     if kind == "tensors":
         made = data(partition, num_clients=4, pooled=True)
     else:
         sets = [TensorDataset(torch.from_numpy(x), torch.from_numpy(Y[: len(x)])) for x in (X, X)]
         sets[1] = TensorDataset(torch.from_numpy(X[:60] + 1000), torch.from_numpy(Y[:60]))
-        made = FromDatasets(
+        made = dm.FromDatasets(
             sets[0], test=sets[1], partition=partition, num_clients=4, pooled=True, seed=1
         )
     expected = partition.split(np.concatenate([Y, Y[:60]]), 4, 1)
@@ -258,19 +238,19 @@ def test_pooled_data_are_training_data_followed_by_test_data(kind: str) -> None:
 
 
 def test_pooled_data_may_hold_a_share_out() -> None:
-    made = data(IID(), num_clients=3, pooled=True, client_test_fraction=0.2)
+    made = data(dm.IID(), num_clients=3, pooled=True, client_test_fraction=0.2)
     made.setup()
     assert made.client_sizes().tolist() == [80] * 3 and len(made.test_set or ()) == 60
     with pytest.raises(UserError, match=r"test_share=0.25 .*client_test_fraction=0.25"):
-        data(IID(), num_clients=3, pooled=True).setup()
+        data(dm.IID(), num_clients=3, pooled=True).setup()
     with pytest.raises(UserError, match="InMemoryDataModule has no test data"):
         InMemoryDataModule((X, Y), pooled=True, num_clients=3).setup()
-    split = DirichletByClass(1.0, "pfllib", test_share=0.25)
+    split = dm.DirichletByClass(1.0, "pfllib", test_share=0.25)
     with pytest.raises(UserError, match="Leave client_test_fraction"):
         data(split, num_clients=3, client_test_fraction=0.2).setup()
 
 
-class Pairs(Partition):
+class Pairs(dm.Partition):
     """Client i trains on every third sample, and is tested on one more."""
 
     needs_labels = False
@@ -283,7 +263,7 @@ def test_a_partition_of_ones_own_gives_pairs_and_is_saved_with_them(tmp_path: Pa
     made = data(Pairs(), num_clients=3)
     assert made.client_test_indices(1).tolist() == [201, 211]
     made.save_partition(tmp_path / "split.npz")
-    again = data(Saved(tmp_path / "split.npz"))
+    again = data(dm.Saved(tmp_path / "split.npz"))
     assert again.client_test_indices(2).tolist() == [202, 212]
     assert again.partition_hash == made.partition_hash
 
@@ -293,15 +273,15 @@ def test_a_partition_of_ones_own_gives_pairs_and_is_saved_with_them(tmp_path: Pa
 
 def test_bunches_of_the_datas_groups_are_named_by_them() -> None:
     people = ["carl", "anna", "ben", "dora", "carl"] * 48
-    made = data(Grouped(2, groups=people))
+    made = data(dm.Grouped(2, groups=people))
     made.setup()
     assert list(made.client_names) == ["carl+anna", "ben+dora"]
     assert made.client_indices(0)[:3].tolist() == [0, 4, 5]
-    sorted_ones = data(Grouped(3, order="sorted", groups=people))
+    sorted_ones = data(dm.Grouped(3, order="sorted", groups=people))
     sorted_ones.setup()
     assert list(sorted_ones.client_names) == ["anna+ben+carl", "dora"]
     with pytest.raises(UserError, match=r"4 groups cannot be divided .* mode='strict'"):
-        data(Grouped(3, "strict", groups=people)).setup()
+        data(dm.Grouped(3, "strict", groups=people)).setup()
 
 
 class OfThreePeople(InMemoryDataModule):
@@ -313,7 +293,7 @@ class OfThreePeople(InMemoryDataModule):
 
 
 def test_a_mixture_takes_the_datas_own_clients() -> None:
-    made = OfThreePeople((X, Y), partition=Mixed(0.25, ByGroup()))
+    made = OfThreePeople((X, Y), partition=dm.Mixed(0.25, dm.ByGroup()))
     assert made.num_clients == 3
     for client in range(3):
         own = made.client_indices(client) % 3
@@ -336,7 +316,7 @@ def test_lists_of_another_tool_are_read(form: str, tmp_path: Path) -> None:
         np.savez(path, *map(np.array, FORMS[form]))
     else:
         path.write_text(json.dumps(FORMS[form]))
-    made = data(Imported(path))
+    made = data(dm.Imported(path))
     assert [made.client_indices(i).tolist() for i in range(3)] == [[0, 1, 2], [3, 4], [6]]
     tests = [made.client_test_indices(i).tolist() for i in range(3)]
     assert tests == ([[5], [], []] if form == "pairs" else [[], [], []])
@@ -361,10 +341,10 @@ def test_lists_that_cannot_be_are_refused_by_file_and_client(
     path = tmp_path / "lists.json"
     path.write_text(json.dumps(lists))
     with pytest.raises(UserError, match=rf"lists\.json.*{what}"):
-        data(Imported(path)).setup()
+        data(dm.Imported(path)).setup()
     for name, words in (("a.pkl", "are a pickle.*json.dump"), ("gone.json", "cannot be read")):
         with pytest.raises(UserError, match=words):
-            Imported(tmp_path / name)
+            dm.Imported(tmp_path / name)
 
 
 @pytest.mark.parametrize("place", [-1, 240])
@@ -373,7 +353,7 @@ def test_a_position_without_a_sample_is_refused_beside_held_out_samples(
 ) -> None:
     path = tmp_path / "lists.json"
     path.write_text(json.dumps([[0, 1, 2, place], list(range(3, 240))]))
-    for partition in (Imported(path), Mixed(0.5, Imported(path))):
+    for partition in (dm.Imported(path), dm.Mixed(0.5, dm.Imported(path))):
         with pytest.raises(UserError, match=r"client 0 has .* of 240 samples"):
             data(partition, val_fraction=0.25).setup()
 
@@ -381,7 +361,7 @@ def test_a_position_without_a_sample_is_refused_beside_held_out_samples(
 def test_what_is_held_out_leaves_imported_lists(tmp_path: Path) -> None:
     path = tmp_path / "lists.json"
     path.write_text(json.dumps([list(range(120)), list(range(120, 240))]))
-    for partition in (Imported(path), Mixed(0.0, Imported(path))):
+    for partition in (dm.Imported(path), dm.Mixed(0.0, dm.Imported(path))):
         made = data(partition, val_fraction=0.25)
         assert made.client_sizes().sum() == 180
         assert made.client_indices(0).max() < 120 <= made.client_indices(1).min()
@@ -393,45 +373,48 @@ def test_what_is_held_out_leaves_imported_lists(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (lambda: DirichletByClass(0.0), "alpha=0.0"),
-        (lambda: DirichletByClass(1, ANY("pfllibs")), "source='pfllibs'.*mean 'pfllib'"),
-        (lambda: DirichletByClass(1, test_share=0.2), "client_test_fraction=0.2"),
-        (lambda: DirichletByClass(1, tool_seed=-1), "tool_seed=-1"),
-        (lambda: DirichletByClass(0.01).split(Y, 40, 0), "in 11 tries with alpha=0.01"),
-        (lambda: DirichletByClass([1, 2]).split(Y, 3, 0), "alpha has 2 numbers"),
-        (lambda: LabelsPerClient(9).split(Y, 3, 0), "classes is 9, but .* have 4"),
-        (lambda: DealtByShares(), "give one of alpha .* and classes"),
-        (lambda: DealtByShares(0.1, 2), "give one of alpha .* and classes"),
-        (lambda: DealtByShares(classes=9).split(Y, 3, 0), "classes is 9, but .* have 4"),
-        (lambda: Shards(None), "per_client and size are both None"),
-        (lambda: Shards(2, 100).split(Y, 3, 0), "need 6 shards of 100 samples"),
-        (lambda: Sizes([200, 100]).split(Y, 2, 0), "the sizes are 300 samples"),
-        (lambda: Sizes([20, 10]).split(Y, 3, 0), "num_clients is 3, but"),
-        (lambda: Sizes("exponential").split(Y, 9, 0), "leaves client 0 0 of 240"),
-        (lambda: Sizes(ANY("linea")), "Did you mean 'linear'"),
-        (lambda: ByValue(), "values, one number per training sample, or column"),
-        (lambda: ByValue([1.0] * 240).split(Y, 2, 0), "values are from 1.0 to 1.0"),
-        (lambda: ByValue([np.nan] * 240).split(Y, 2, 0), "values are from nan to nan"),
-        (lambda: ByValue(values=["a", "b"]), "ByValue's values are not numbers .*'a'"),
-        (lambda: ByGroup(["b", None, "a"]), "ByGroup's groups have None for sample 1"),
-        (lambda: Grouped(2, groups=[1.0, np.nan]), "Grouped's groups have nan for sample 1"),
-        (lambda: data(ByGroup()).setup(), "groups=None, but InMemoryDataModule brings no groups"),
-        (lambda: Sizes(lambda u: 0.0).split(Y, 4, 0), "leaves client"),
+        (lambda: dm.DirichletByClass(0.0), "alpha=0.0"),
+        (lambda: dm.DirichletByClass(1, ANY("pfllibs")), "source='pfllibs'.*mean 'pfllib'"),
+        (lambda: dm.DirichletByClass(1, test_share=0.2), "client_test_fraction=0.2"),
+        (lambda: dm.DirichletByClass(1, tool_seed=-1), "tool_seed=-1"),
+        (lambda: dm.DirichletByClass(0.01).split(Y, 40, 0), "in 11 tries with alpha=0.01"),
+        (lambda: dm.DirichletByClass([1, 2]).split(Y, 3, 0), "alpha has 2 numbers"),
+        (lambda: dm.LabelsPerClient(9).split(Y, 3, 0), "classes is 9, but .* have 4"),
+        (lambda: dm.DealtByShares(), "give one of alpha .* and classes"),
+        (lambda: dm.DealtByShares(0.1, 2), "give one of alpha .* and classes"),
+        (lambda: dm.DealtByShares(classes=9).split(Y, 3, 0), "classes is 9, but .* have 4"),
+        (lambda: dm.Shards(None), "per_client and size are both None"),
+        (lambda: dm.Shards(2, 100).split(Y, 3, 0), "need 6 shards of 100 samples"),
+        (lambda: dm.Sizes([200, 100]).split(Y, 2, 0), "the sizes are 300 samples"),
+        (lambda: dm.Sizes([20, 10]).split(Y, 3, 0), "num_clients is 3, but"),
+        (lambda: dm.Sizes("exponential").split(Y, 9, 0), "leaves client 0 0 of 240"),
+        (lambda: dm.Sizes(ANY("linea")), "Did you mean 'linear'"),
+        (lambda: dm.ByValue(), "values, one number per training sample, or column"),
+        (lambda: dm.ByValue([1.0] * 240).split(Y, 2, 0), "values are from 1.0 to 1.0"),
+        (lambda: dm.ByValue([np.nan] * 240).split(Y, 2, 0), "values are from nan to nan"),
+        (lambda: dm.ByValue(values=["a", "b"]), "ByValue's values are not numbers .*'a'"),
+        (lambda: dm.ByGroup(["b", None, "a"]), "ByGroup's groups have None for sample 1"),
+        (lambda: dm.Grouped(2, groups=[1.0, np.nan]), "Grouped's groups have nan for sample 1"),
         (
-            lambda: DirichletByClass(0.01, "fl-bench", min_samples=0).split(Y, 40, 0),
+            lambda: data(dm.ByGroup()).setup(),
+            "groups=None, but InMemoryDataModule brings no groups",
+        ),
+        (lambda: dm.Sizes(lambda u: 0.0).split(Y, 4, 0), "leaves client"),
+        (
+            lambda: dm.DirichletByClass(0.01, "fl-bench", min_samples=0).split(Y, 40, 0),
             r"min_samples=0 takes the first split, in which client \d+",
         ),
-        (lambda: data(ByValue(column="age"), num_clients=2).setup(), "has no columns"),
-        (lambda: LabelShares([[0.5, 0.4]]), "with the sum 1"),
+        (lambda: data(dm.ByValue(column="age"), num_clients=2).setup(), "has no columns"),
+        (lambda: dm.LabelShares([[0.5, 0.4]]), "with the sum 1"),
         (
-            lambda: LabelBuckets([[1.0] * 2] * 4, 2).split(Y, 6, 0),
+            lambda: dm.LabelBuckets([[1.0] * 2] * 4, 2).split(Y, 6, 0),
             "4 classes need a multiple of 4 clients",
         ),
-        (lambda: LabelBuckets([[1.0] * 3] * 4, 2).split(Y, 4, 0), r"an array \(4, 2\)"),
-        (lambda: InnerDirichlet([200, 100], 1.0).split(Y, 2, 0), "the sizes are 300"),
-        (lambda: InnerDirichlet([20], [1.0]).split(Y, 1, 0), r"alpha has the shape \(1,\)"),
-        (lambda: Mixed(1.5, IID()), "iid=1.5"),
-        (lambda: Grouped(2).split(Y, 2, 0), "brings no groups"),
+        (lambda: dm.LabelBuckets([[1.0] * 3] * 4, 2).split(Y, 4, 0), r"an array \(4, 2\)"),
+        (lambda: dm.InnerDirichlet([200, 100], 1.0).split(Y, 2, 0), "the sizes are 300"),
+        (lambda: dm.InnerDirichlet([20], [1.0]).split(Y, 1, 0), r"alpha has the shape \(1,\)"),
+        (lambda: dm.Mixed(1.5, dm.IID()), "iid=1.5"),
+        (lambda: dm.Grouped(2).split(Y, 2, 0), "brings no groups"),
     ],
 )
 def test_splits_that_cannot_be_are_refused_by_name(make: Any, what: str) -> None:
@@ -440,16 +423,18 @@ def test_splits_that_cannot_be_are_refused_by_name(make: Any, what: str) -> None
 
 
 def test_sizes_follow_a_function_of_the_client_s_place() -> None:
-    sizes = [len(own) for own in Sizes(math.sqrt).split(np.arange(100), 4, 0)]
+    sizes = [len(own) for own in dm.Sizes(math.sqrt).split(np.arange(100), 4, 0)]
     assert sizes == [16, 23, 28, 33]
-    assert repr(Sizes(math.sqrt)) == "Sizes(sizes=sqrt)" and "0x" not in repr(Sizes(lambda u: u))
+    assert repr(dm.Sizes(math.sqrt)) == "Sizes(sizes=sqrt)" and "0x" not in repr(
+        dm.Sizes(lambda u: u)
+    )
 
 
 def test_measures_compare_two_splits() -> None:
     sizes = np.array([1, 2, 3, 10])
     every = np.abs(sizes[:, None] - sizes).sum() / (2 * 16 * sizes.mean())
     assert gini(sizes) == pytest.approx(every)
-    made = data(LabelsPerClient(1), num_clients=4)
+    made = data(dm.LabelsPerClient(1), num_clients=4)
     measured = made.partition_measures()
     assert measured["effective_classes"] == 1.0 and measured["total_variation"] > 0.7
     assert "effective number of classes: 1.00 of 4" in made.partition_table()

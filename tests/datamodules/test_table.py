@@ -65,10 +65,8 @@ def test_rows_are_samples_and_a_column_names_the_clients(tmp_path: Path) -> None
     assert data.client_names == ["east", "north", "south"] and data.num_clients == 3
     assert [data.client_indices(i).tolist() for i in range(3)] == [[3], [0, 2], [1, 4]]
     assert data.num_classes == 2 and data.test_set is None
-    assert data.partition_table().splitlines()[:2] == [
-        "client  samples   name  ill  well",
-        "     0        1   east    ·     1",
-    ]
+    expected = ["client  samples   name  ill  well", "     0        1   east    ·     1"]
+    assert data.partition_table().splitlines()[:2] == expected
     assert data.card()["clients' names"] == "east, north, south"
 
 
@@ -92,9 +90,7 @@ def test_other_files_and_frames_hold_the_same(tmp_path: Path, name: str) -> None
     assert FromTable.shape_of_samples(path=path, **NAMES) == (3,)
 
 
-def test_numbers_are_ordered_by_size_and_a_target_with_fractions_is_a_number(
-    tmp_path: Path,
-) -> None:
+def test_numbers_are_ordered_by_size_and_fractions_make_a_target_a_number(tmp_path: Path) -> None:
     rows = [[i, 0.5 * i, 10 - i, c] for i, c in enumerate((2, 10, 2, 1))]
     path = written(tmp_path / "t.csv", rows, header=["a", "b", "client", "c"])
     data = ready(path, target="c", client="client", features=["a"])
@@ -390,9 +386,8 @@ def test_what_is_no_frame_is_told() -> None:
     with pytest.raises(UserError, match=r"data.path is of type ndarray: .*InMemoryDataModule\(\(x"):
         FromTable(np.zeros(3), target="y")
     mixed = pandas.DataFrame({"x": ["a", 1], "y": [0, 1]})
-    with pytest.raises(
-        UserError, match=r"'<DataFrame>' cannot be read: .*column x with type object"
-    ):
+    told = r"'<DataFrame>' cannot be read: .*column x with type object"
+    with pytest.raises(UserError, match=told):
         ready(mixed, target="y", num_clients=1)
 
 
@@ -547,16 +542,9 @@ def test_centres_are_read_scaled_and_split_as_flamby_does(tmp_path: Path) -> Non
         rows[3] = "50,1,?,0"
         (tmp_path / file).write_text("\n".join(rows) + "\n")
     share = 1 - 0.66
-    data = ready(
-        files,
-        "num",
-        root=tmp_path,
-        columns=HEART,
-        missing="drop",
-        above=0,
-        scale="client",
-        test={"share": share, "rule": "sklearn", "seed": 43},
-    )
+    options: dict[str, Any] = {"columns": HEART, "missing": "drop", "above": 0, "scale": "client"}
+    test = {"share": share, "rule": "sklearn", "seed": 43}
+    data = ready(files, "num", root=tmp_path, test=test, **options)
     assert list(data.client_names) == ["cleveland", "va"] and data.num_classes == 2
     for client, file in enumerate(files.values()):
         lines = (tmp_path / file).read_text().split()

@@ -29,9 +29,7 @@ def decoded(tokens: Tensor) -> str:
     return "".join("|" if t == 1 else chr(t - 3) for t in tokens.tolist() if t != -1)
 
 
-def test_windows_are_the_text_each_client_a_part_of_it_and_the_end_is_the_test_set(
-    tmp_path: Path,
-) -> None:
+def test_windows_are_each_clients_part_of_the_text_and_the_end_is_tested_on(tmp_path: Path) -> None:
     text = text_file(tmp_path).read_text()
     data = LanguageModelling(tmp_path, length=20, test_fraction=0.25, num_clients=3, seed=0)
     data.setup()
@@ -48,10 +46,8 @@ def test_windows_are_the_text_each_client_a_part_of_it_and_the_end_is_the_test_s
     assert cut - 20 <= start + 1 <= cut and max(data.client_sizes()) - min(data.client_sizes()) <= 1
     assert data.test_set is not None
     ((x, _),) = data.test_set.batches(np.arange(len(data.test_set)), 10**6)
-    assert (
-        text[cut:].startswith("".join(decoded(window[:-1]) for window in x))
-        and len(x) == (len(text) - cut - 1) // 20
-    )
+    assert text[cut:].startswith("".join(decoded(window[:-1]) for window in x))
+    assert len(x) == (len(text) - cut - 1) // 20
 
 
 def test_bytes_of_other_letters(tmp_path: Path) -> None:
@@ -72,9 +68,8 @@ def test_genres_are_clients_and_texts_without_a_label_are_left_out(tmp_path: Pat
     for client, genre in enumerate(GENRES):
         own = [row for row in rows if row["genre"] == genre]
         ((x, y),) = data._train.batches(data.client_indices(client), 10**6)
-        assert [decoded(text) for text in x] == [
-            f"{row['sentence1']}|{row['sentence2']}|" for row in own
-        ]
+        expected = [f"{row['sentence1']}|{row['sentence2']}|" for row in own]
+        assert [decoded(text) for text in x] == expected
         assert [CLASSES[k] for k in y] == [row["gold_label"] for row in own]
     assert len(data.val_dataloader()) == 1
 
@@ -90,15 +85,10 @@ def test_other_columns_a_table_and_an_order_of_classes(tmp_path: Path) -> None:
                 {"kind": row["gold_label"], "review": row["sentence1"] + ', "so" he said'}
                 for row in rows
             )
-    of: Any = {
-        "text": "review",
-        "label": "kind",
-        "group": None,
-        "num_clients": 3,
-        "length": 8,
-        "seed": 0,
-    }
-    data = TextClassification(tmp_path, "a.csv", "b.tsv", classes=["neutral", *CLASSES[:2]], **of)
+    of: Any = {"text": "review", "label": "kind", "group": None, "num_clients": 3, "seed": 0}
+    data = TextClassification(
+        tmp_path, "a.csv", "b.tsv", classes=["neutral", *CLASSES[:2]], length=8, **of
+    )
     data.setup()
     assert isinstance(data.partition, IID) and data.client_sizes().tolist() == [10, 9, 9]
     x, y = data.one_batch(0, 1)
@@ -129,12 +119,8 @@ def test_a_tokenizer_in_a_local_folder(tmp_path: Path) -> None:
     pairs = TextClassification(tmp_path, tokenizer=folder, length=6, seed=0)
     pairs.setup()
     x, _ = pairs.one_batch(0, 1)
-    assert (
-        x.shape == (1, 6)
-        and (x >= 0).all()
-        and pairs.vocabulary is not None
-        and int(x.max()) < pairs.vocabulary
-    )
+    assert x.shape == (1, 6) and (x >= 0).all() and pairs.vocabulary is not None
+    assert int(x.max()) < pairs.vocabulary
     text = text_file(tmp_path).read_text().split()
     words = LanguageModelling(
         tmp_path, tokenizer=folder, length=8, num_clients=1, test_fraction=0.0, seed=0
@@ -195,9 +181,7 @@ def test_a_text_that_cannot_be_cut_is_named(
         LanguageModelling(tmp_path, seed=0, **arguments).setup()
 
 
-def test_another_seed_bunches_the_same_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_seed_bunches_groups_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     multinli_files(tmp_path)
     data = TextClassification(tmp_path, partition=Grouped(2))
     names = []
@@ -281,11 +265,8 @@ def test_answers_alone_are_learned(tmp_path: Path, lines: bool) -> None:
     data = loaded(tmp_path, RECORDS, lines)
     prompt = ALPACA_INPUT.replace("{instruction}", "Add 1 to {x}.").replace("{input}", "41")
     assert learned(data, 0) == (prompt + "42", "42", True)
-    assert learned(data, 1) == (
-        ALPACA.replace("{instruction}", "Say hello.") + "héllo",
-        "héllo",
-        True,
-    )
+    expected = (ALPACA.replace("{instruction}", "Say hello.") + "héllo", "héllo", True)
+    assert learned(data, 1) == expected
     assert learned(data, 2)[1] == "it"
 
 
@@ -303,12 +284,8 @@ def test_what_does_not_fit_is_left_out(tmp_path: Path) -> None:
 
 
 def test_conversations(tmp_path: Path) -> None:
-    messages = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello"},
-        {"role": "user", "content": "Bye"},
-        {"role": "assistant", "content": "Ciao"},
-    ]
+    said = (("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"), ("assistant", "Ciao"))
+    messages = [{"role": role, "content": content} for role, content in said]
     data = loaded(tmp_path, [{"messages": messages}])
     text = "<|user|>\nHi<|assistant|>\nHello<|user|>\nBye<|assistant|>\nCiao"
     assert learned(data, 0) == (text, "HelloCiao", True)

@@ -177,10 +177,7 @@ def commands(page: Path, program: str) -> list[list[str]]:
 
 
 class KeyedFederation(Federation):
-    """A link, a proxy if nginx is installed, and nodes with keys, as the written pages say.
-
-    Without nginx the nodes reach the link itself.
-    """
+    """A link, a proxy if nginx is installed, and nodes with keys, as the written pages say."""
 
     def __init__(self, folder: Path, sites: Iterable[str] = ("north",)) -> None:
         super().__init__(folder)
@@ -189,14 +186,8 @@ class KeyedFederation(Federation):
         self.page = self.keys / "README.md"
         self.door = self.fleet if NGINX else self.port  # the port that the sites reach
         ports = ["--port", str(self.fleet), "--link-port", str(self.port)]
-        given = [
-            "--sites",
-            str(len(self.site_of)),
-            "--address",
-            "127.0.0.1",
-            "--out",
-            str(self.keys),
-        ]
+        given = ["--sites", str(len(self.site_of)), "--address", "127.0.0.1"]
+        given += ["--out", str(self.keys)]
         assert main(["deploy", "keys", *given, *ports]) == 0
         (written,) = re.findall(r"^```toml\n(.*?)^```$", self.page.read_text("utf-8"), re.S | re.M)
         stranger = (

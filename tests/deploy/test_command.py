@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -209,15 +210,20 @@ def test_the_process_of_a_message_does_not_import_torch() -> None:
 
 
 @pytest.mark.slow
-def test_why_the_process_of_a_site_ends_is_told(tmp_path: Path) -> None:
+def test_why_a_sites_process_ends_is_told_and_only_its_owner_reads_it(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("data: Digits\n", "utf-8")
     place = str(tmp_path / "away.yaml")
     settings = NodeSettings({"site": place, "folder": str(tmp_path / "rows")})
     asked = packed(Message("hello", numbers={"run": 1, "m": 3}))
-    with pytest.raises(UserError, match=r"UserError in compose\.py") as error:
-        Resident(tmp_path, settings, 1).ask(asked)
-    assert str(tmp_path / "rows" / "site.log") in str(error.value)
-    assert "\n" not in str(error.value)
+    before = os.umask(0o022)
+    try:
+        with pytest.raises(UserError, match=r"UserError in compose\.py") as error:
+            Resident(tmp_path, settings, 1).ask(asked)
+    finally:
+        os.umask(before)
+    log = tmp_path / "rows" / "site.log"
+    assert str(log) in str(error.value) and "\n" not in str(error.value)
+    assert log.stat().st_mode & 0o777 == 0o600
 
 
 NOTES_ROUNDS = """

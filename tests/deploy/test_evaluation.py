@@ -12,15 +12,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from fl_lightning import FederatedModule, InMemoryDataModule, UserError
-from fl_lightning.callbacks import (
-    ClusteredModels,
-    CommunicationLogger,
-    ControlVariates,
-    PerClientEvaluation,
-    ProximalPersonalModel,
-    RelaxedInitialization,
-)
+from fl_lightning import FederatedModule, InMemoryDataModule, UserError, callbacks
 from fl_lightning.deploy.site_data import as_one_client
 from fl_lightning.deploy.transport import InMemoryTransport, Message
 from tests.deploy.test_in_memory import (
@@ -77,13 +69,13 @@ def data() -> InMemoryDataModule:
 
 def measured_by(methods: Methods, **given: Any) -> Methods:
     def made() -> list[Any]:
-        return [*methods(), PerClientEvaluation(1, modes={"quality": "max"}, **given)]
+        return [*methods(), callbacks.PerClientEvaluation(1, modes={"quality": "max"}, **given)]
 
     return made
 
 
-def evaluation_of(module: FederatedModule) -> PerClientEvaluation:
-    (found,) = (c for c in module.trainer.callbacks if isinstance(c, PerClientEvaluation))
+def evaluation_of(module: FederatedModule) -> callbacks.PerClientEvaluation:
+    (found,) = (c for c in module.trainer.callbacks if isinstance(c, callbacks.PerClientEvaluation))
     return found
 
 
@@ -101,10 +93,13 @@ def same_files(ours: Path, theirs: Path) -> None:
 OWN = {"buffers": "own"}
 CASES: dict[str, tuple[Methods, dict[str, Any]]] = {
     "fedals": (measured_by(federated_als, finetune_epochs=1), {}),
-    "own buffers": (measured_by(lambda: [ControlVariates()], finetune_epochs=0.5), OWN),
-    "ditto": (measured_by(lambda: [ProximalPersonalModel(), CommunicationLogger()]), {}),
-    "ifca": (measured_by(lambda: [ClusteredModels(k=2)]), {}),
-    "fedinit, five": (measured_by(lambda: [RelaxedInitialization(0.1)], clients=5), {}),
+    "own buffers": (measured_by(lambda: [callbacks.ControlVariates()], finetune_epochs=0.5), OWN),
+    "ditto": (
+        measured_by(lambda: [callbacks.ProximalPersonalModel(), callbacks.CommunicationLogger()]),
+        {},
+    ),
+    "ifca": (measured_by(lambda: [callbacks.ClusteredModels(k=2)]), {}),
+    "fedinit, five": (measured_by(lambda: [callbacks.RelaxedInitialization(0.1)], clients=5), {}),
 }
 OPTIONS: dict[str, Any] = {"participation": 5, "learner": Scored, "data": data}
 
@@ -116,20 +111,16 @@ def test_a_client_s_own_model_is_not_made_of_the_server_s_alone(tmp_path: Path) 
         over.export(client=took_part)
 
 
-@pytest.mark.parametrize("carrier", [InMemoryTransport, Restarted])
 @pytest.mark.parametrize("name", CASES)
-def test_clients_are_measured_as_in_the_simulation(
-    name: str, carrier: type[InMemoryTransport], tmp_path: Path
-) -> None:
-    """Also where each message finds a site that was started again."""
+def test_clients_are_measured_as_in_the_simulation(name: str, tmp_path: Path) -> None:
+    """Each message finds a site that was started again."""
     methods, given = CASES[name]
     options = {**OPTIONS, **given}
     metrics: list[dict[str, float]] = []
     simulated = trained(methods(), 4, metrics, root=tmp_path / "simulated", **options)
     sites, run = tmp_path / "sites", tmp_path / "over"
-    over, seen, _ = over_sites(
-        methods, sites, carrier=carrier, rounds=4, timeout=60, root=run, **options
-    )
+    given = {"carrier": Restarted, "rounds": 4, "timeout": 60, "root": run, **options}
+    over, seen, _ = over_sites(methods, sites, **given)
     parts = name == "fedals"
     assert own_metrics(metrics, parts) == own_metrics(seen, parts)
     assert sum(name.startswith("clients/") for name in seen[-1]) >= 12
@@ -139,10 +130,9 @@ def test_clients_are_measured_as_in_the_simulation(
     check_same(simulated, over, sites, whole=name != "fedals")
 
 
-@pytest.mark.parametrize("at", [1, 2])
-def test_a_site_that_is_killed_while_it_measures_is_asked_again(at: int, tmp_path: Path) -> None:
+def test_a_site_that_is_killed_while_it_measures_is_asked_again(tmp_path: Path) -> None:
     methods, options = CASES["fedals"][0], OPTIONS
-    wrap = KilledOnce(at, "evaluated")
+    wrap = KilledOnce(2, "evaluated")
     simulated = trained(methods(), 4, [], root=tmp_path / "simulated", **options)
     sites, run = tmp_path / "sites", tmp_path / "over"
     over, _, carried = over_sites(methods, sites, rounds=4, wrap=wrap, root=run, **options)
@@ -217,12 +207,12 @@ def deaf(message: Message) -> bool:
 def test_clients_whose_site_is_away_are_left_out_of_the_round_and_told(tmp_path: Path) -> None:
     methods, _ = CASES["fedals"]
     root = tmp_path / "over"
-    options = {"timeout": 20, "rounds": 3, "carrier": losing(deaf), "root": root, **OPTIONS}
+    options = {"timeout": 5, "rounds": 3, "carrier": losing(deaf), "root": root, **OPTIONS}
     over, _, _ = over_sites(methods, tmp_path / "sites", **options)
     notes = [note for note in over.notes if "left out of clients/" in note]
     assert notes == [
         "round 1: clients [1, 2, 7] are left out of clients/…: their sites did not answer within "
-        "timeout=20 s"
+        "timeout=5 s"
     ]
     lines = (root / "clients_rounds.csv").read_text("utf-8").split()[1:]
     rows = [tuple(map(int, line.split(",")[:2])) for line in lines]
@@ -266,7 +256,7 @@ def over_own(methods: Methods, folder: Path, tested: Callable[[int], bool]) -> F
 
 
 def test_sites_with_data_of_their_own_test_on_what_they_hold_out(tmp_path: Path) -> None:
-    methods = measured_by(lambda: [ProximalPersonalModel()])
+    methods = measured_by(lambda: [callbacks.ProximalPersonalModel()])
     found = evaluation_of(over_own(methods, tmp_path, lambda client: client != 1))
     assert found.samples == {0: 6, 1: 0, 2: 6}
     assert {*found.table["quality"]} == {0, 2}
@@ -282,5 +272,5 @@ def test_a_run_without_test_samples_at_any_site_is_refused_before_round_0(tmp_pa
 
 def test_which_way_is_better_is_asked_before_round_0(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="which way is better in quality is not known"):
-        over_own(lambda: [PerClientEvaluation()], tmp_path, lambda client: True)
+        over_own(lambda: [callbacks.PerClientEvaluation()], tmp_path, lambda client: True)
     assert not any("staged" in path.read_text("utf-8") for path in tmp_path.rglob("site.json"))

@@ -60,12 +60,7 @@ def test_only_clients_with_enough_samples_send_metrics(spy: type[Spy], tmp_path:
                 seen += 2 * SIZES[client]  # two local epochs
     spy.up.clear()
     over, metrics, _ = over_sites(
-        list,
-        tmp_path / "few",
-        rounds=1,
-        carrier=spy,
-        fewest_samples=10,
-        participation="all",
+        list, tmp_path / "few", rounds=1, carrier=spy, fewest_samples=10, participation="all"
     )
     check_same(simulated, over, tmp_path / "few")
     sent = [answer for answer in spy.up if answer.what == "trained"]
@@ -126,9 +121,7 @@ def test_a_client_with_few_test_samples_is_one_without_any(spy: type[Spy], tmp_p
     assert any(told in note for note in over.notes)
 
 
-def test_a_run_whose_test_samples_are_all_too_few_is_refused_before_round_0(
-    tmp_path: Path,
-) -> None:
+def test_a_run_whose_test_samples_are_all_too_few_is_refused_before_round_0(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="or as many as the site's fewest_samples"):
         over_sites(measured_by(list), tmp_path, rounds=1, fewest_samples=6, **TESTED)
 
@@ -141,10 +134,7 @@ def table(path: Path, rows: int) -> str:
 
 
 def over_an_app(folder: Path, *options: str, **of_sites: str) -> dict[str, Any]:
-    """Two sites, of 8 and 12 rows, run an app that ``fl-lightning deploy flower`` wrote.
-
-    ``of_sites``: further lines of each site's ``site.yaml``. Returns the last metrics.
-    """
+    """Two sites, of 8 and 12 rows, run an app that ``fl-lightning deploy flower`` wrote."""
     (folder / "study.yaml").write_text(table(folder / "server.csv", 10), "utf-8")
     study = ["base", str(folder / "study.yaml"), "--data.num_clients", "2"]
     assert main(["deploy", "flower", *study, *options, "--out", str(folder / "app")]) == 0

@@ -127,7 +127,7 @@ def test_through_the_proxy_a_stranger_registers_no_key_and_starts_no_app(tmp_pat
         keyed.close()
 
 
-@pytest.mark.parametrize("method", ["fedit", "flora", "fedex_lora"])
+@pytest.mark.parametrize("method", ["fedit", "flora"])
 def test_adapters_and_their_base_leave_the_bits_of_the_simulation(
     method: str, tmp_path: Path, federation: Federation
 ) -> None:

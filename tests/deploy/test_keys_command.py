@@ -38,14 +38,8 @@ def test_only_private_keys_are_private_and_each_is_in_one_place(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("address", "name", "authority", "accepted"),
     [
-        *(
-            ("10.0.0.5", name, "keys", True)
-            for name in ("10.0.0.5", "localhost", "127.0.0.1", "::1")
-        ),
-        *(
-            (name, name, "keys", True)
-            for name in ("2001:db8::1", "server.example.org", "127.0.0.1")
-        ),
+        *(("10.0.0.5", name, "keys", True) for name in ("10.0.0.5", "localhost", "::1")),
+        *((name, name, "keys", True) for name in ("2001:db8::1", "server.example.org")),
         *(("10.0.0.5", name, "keys", False) for name in ("10.0.0.6", "server.example.org")),
         ("10.0.0.5", "10.0.0.5", "other", False),
     ],
@@ -83,9 +77,7 @@ def test_each_site_has_the_private_key_of_its_public_one(tmp_path: Path) -> None
         assert done.stdout.split()[:2] == [kind, key] and kind == "ecdsa-sha2-nistp384"
 
 
-def test_the_pages_name_files_that_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pages_name_real_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also from another folder, and with a blank in the folder's name."""
     monkeypatch.chdir(tmp_path)
     write(Path("my keys"), "--port", "4443", "--link-port", "4000")

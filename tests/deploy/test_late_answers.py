@@ -12,12 +12,7 @@ from fl_lightning.callbacks import CommunicationLogger
 from fl_lightning.deploy.transport import InMemoryTransport, Message
 from tests.deploy import test_adapters as adapters
 from tests.deploy.liars import Without
-from tests.deploy.test_evaluation import (
-    CASES,
-    OPTIONS,
-    measured_by,
-    same_files,
-)
+from tests.deploy.test_evaluation import CASES, OPTIONS, measured_by, same_files
 from tests.deploy.test_in_memory import SHARES, Restarted, check_same, losing, over_sites, trained
 
 pytestmark = pytest.mark.slow
@@ -45,8 +40,7 @@ class TwiceRestarted(Twice, Restarted):
     """Also where sites have to ask for the whole model."""
 
 
-@pytest.mark.parametrize("carrier", [Twice, TwiceRestarted])
-@pytest.mark.parametrize("name", ["fedals", "own buffers"])
+@pytest.mark.parametrize(("name", "carrier"), [("fedals", Twice), ("own buffers", TwiceRestarted)])
 def test_answers_that_come_again_change_nothing(
     name: str, carrier: type[InMemoryTransport], tmp_path: Path
 ) -> None:
@@ -54,9 +48,8 @@ def test_answers_that_come_again_change_nothing(
     options = {**OPTIONS, **given}
     simulated = trained(methods(), 3, [], root=tmp_path / "simulated", **options)
     sites, run = tmp_path / "sites", tmp_path / "over"
-    over, _, _ = over_sites(
-        methods, sites, carrier=carrier, rounds=3, timeout=60, root=run, **options
-    )
+    more = {"carrier": carrier, "rounds": 3, "timeout": 60, "root": run, **options}
+    over, _, _ = over_sites(methods, sites, **more)
     same_files(tmp_path / "simulated", run)
     check_same(simulated, over, sites, whole=name != "fedals")
 
@@ -106,8 +99,7 @@ def silent(where: str) -> type[Losing]:
     return type("Lost", (Losing,), {"lost": where})
 
 
-@pytest.mark.parametrize("lost", ["down", "up"])
-@pytest.mark.parametrize("name", ["fedavg", "flora"])
+@pytest.mark.parametrize(("name", "lost"), [("fedavg", "up"), ("flora", "down")])
 def test_a_client_that_does_not_answer_was_sent_the_model_and_that_is_counted(
     name: str, lost: str, tmp_path: Path
 ) -> None:

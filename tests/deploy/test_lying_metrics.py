@@ -140,8 +140,8 @@ def test_names_that_the_server_s_own_step_does_not_log(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("train/loss", value) for value in (math.nan, math.inf, -1e308)),
-        *((name, 7.5) for name in ("epoch", "step", "lr-SGD", "val/acc", "train/extra")),
+        *(("train/loss", value) for value in (math.nan, -1e308)),
+        *((name, 7.5) for name in ("epoch", "lr-SGD", "val/acc", "train/extra")),
     ],
 )
 def test_a_logged_value_without_a_bound_or_under_a_name_of_the_server_is_left_out(

@@ -41,10 +41,7 @@ def over_own(
     rows: Callable[[int], InMemoryDataModule] | None = None,
     **options: Any,
 ) -> FederatedModule:
-    """A run over sites with data of their own.
-
-    The server's own samples, ``OTHERS``, are trained on by no client.
-    """
+    """A run over sites with data of their own."""
 
     def at_site(name: str) -> dict[str, Any]:
         i = int(name)
@@ -88,9 +85,7 @@ def test_a_resumed_run_weights_its_clients_as_their_sites_told_before(tmp_path: 
     check_same(simulated, over, sites)
 
 
-def test_a_client_whose_table_is_another_after_a_round_began_is_left_out_of_it(
-    tmp_path: Path,
-) -> None:
+def test_a_client_with_another_table_after_a_round_began_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     over_own(lambda: [], tmp_path / "sites", rounds=1, save=path)
     lists = [LISTS[0], np.arange(10, 20), LISTS[2]]
@@ -182,11 +177,8 @@ class Scheduled(Learner):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-SCHEDULED: dict[str, Any] = {
-    "learner": Scheduled,
-    "client_optimizer": None,
-    "client_scheduler": "local_steps",
-}
+SCHEDULED: dict[str, Any] = {"learner": Scheduled, "client_optimizer": None}
+SCHEDULED |= {"client_scheduler": "local_steps"}
 
 
 def test_schedules_may_depend_on_a_site_s_own_data(tmp_path: Path) -> None:

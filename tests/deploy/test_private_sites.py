@@ -66,10 +66,7 @@ def test_a_site_of_another_batch_size_is_refused(tmp_path: Path) -> None:
 
 
 class Sends(InMemoryTransport):
-    """The server gives the site this σ, and asks it again with another model.
-
-    ``trained``: the site's answers that bring an update.
-    """
+    """The server gives the site this σ, and asks it again with another model."""
 
     sigma: float | None = None
     trained: list[Message]

@@ -85,13 +85,9 @@ def test_a_site_with_another_config_is_refused(
     here = partial(proximal, 0.1) if "ProximalTerm" in told else list
     options = {"learner": Frozen, "methods": here}
     with pytest.raises(UserError, match=f"site south: its .*{told}") as error:
-        over_sites(
-            here,
-            tmp_path,
-            {"north": [0], "south": [1]},
-            at_site=lambda name: {**options, **there} if name == "south" else options,
-            learner=Frozen,
-        )
+        at_site = lambda name: {**options, **there} if name == "south" else options  # noqa: E731
+        shares = {"north": [0], "south": [1]}
+        over_sites(here, tmp_path, shares, at_site=at_site, learner=Frozen)
     assert "north" not in str(error.value) and "\n" not in str(error.value)
 
 
@@ -194,11 +190,7 @@ def test_a_method_without_a_server_is_refused_before_a_site_trains(
 
     with pytest.raises(UserError, match=f"{method.__name__} has no server, and sites send"):
         over_sites(
-            lambda: [method(), Began()],
-            tmp_path,
-            rounds=1,
-            participation="all",
-            buffers="own",
+            lambda: [method(), Began()], tmp_path, rounds=1, participation="all", buffers="own"
         )
     assert not began
 
@@ -225,9 +217,7 @@ def test_all_packaged_methods_pass_or_are_named() -> None:
             refuse_methods([method])
 
 
-def test_a_client_of_two_sites_is_refused_and_so_is_a_folder_of_another_run(
-    tmp_path: Path,
-) -> None:
+def test_a_client_of_two_sites_is_refused_and_so_is_a_folder_of_another_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="two sites, east and west, have client 3"):
         over_sites(list, tmp_path, shares={"east": [0, 3], "west": [3, 4]}, rounds=1)
     with pytest.raises(UserError, match="there is no client 9; the data have 9, 0 to 8"):
@@ -259,9 +249,8 @@ def of_row(clients: Any, segments: Any) -> str:
 )
 def test_a_damaged_journal_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "site.json").write_text(text, "utf-8")
-    with pytest.raises(
-        UserError, match=r"site\.json is damaged .* Restore it from a copy"
-    ) as error:
+    told = r"site\.json is damaged .* Restore it from a copy"
+    with pytest.raises(UserError, match=told) as error:
         SiteRows(tmp_path, ClientStore())
     assert "\n" not in str(error.value)
 

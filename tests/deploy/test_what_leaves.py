@@ -16,14 +16,9 @@ import torchmetrics
 from torch import Tensor
 
 from fl_lightning import UserError
+from fl_lightning import callbacks as c
 from fl_lightning.__main__ import main
 from fl_lightning.callback import Clients, FederatedCallback, Upload
-from fl_lightning.callbacks import (
-    ControlVariates,
-    FairAggregation,
-    PerClientEvaluation,
-    QuantizedUpdate,
-)
 from fl_lightning.datamodules import FromTable
 from fl_lightning.deploy import what_leaves
 from fl_lightning.deploy.flower.app import NodeSettings
@@ -225,10 +220,10 @@ def fields_sent(spy: type[Spy], folder: Path) -> dict[str, set[str]]:
     """The fields that left sites in runs that send all there are, by the kind of the answer."""
 
     def methods() -> list[Any]:
-        return [ControlVariates(), Sometimes(), FairAggregation()]
+        return [c.ControlVariates(), Sometimes(), c.FairAggregation()]
 
     def measured() -> list[Any]:
-        return [QuantizedUpdate(7), PerClientEvaluation(1, finetune_epochs=1, modes=MODES)]
+        return [c.QuantizedUpdate(7), c.PerClientEvaluation(1, finetune_epochs=1, modes=MODES)]
 
     adapted: dict[str, Any] = {**ADAPTED, "shares": adapters.SHARES}
     over, _, _ = over_sites(methods, folder / "methods", rounds=2, carrier=spy, learner=Many)
@@ -307,7 +302,7 @@ def test_each_answer_is_noted_before_it_leaves(restarted: bool, tmp_path: Path) 
         return Reads(post, tmp_path / name)
 
     def methods() -> list[Any]:
-        return [ControlVariates(), PerClientEvaluation(1)]
+        return [c.ControlVariates(), c.PerClientEvaluation(1)]
 
     over_sites(methods, tmp_path, carrier=carrier, wrap=wrap, data=data_with_tests, **OF_TWO)
     for name, clients in TWO.items():
@@ -324,10 +319,8 @@ def test_each_answer_is_noted_before_it_leaves(restarted: bool, tmp_path: Path) 
                 about = sorted(answer.arrays["clients"].tolist())
             assert line["clients"].split() == [str(client) for client in about]
         rounds = [line for line in lines if line["answer"] == "trained"]
-        assert [(line["asked"], line["round"]) for line in rounds] == [
-            ("round", "0"),
-            ("round", "1"),
-        ]
+        expected = [("round", "0"), ("round", "1")]
+        assert [(line["asked"], line["round"]) for line in rounds] == expected
         w = 4 * 57 * len(clients)
         for line in rounds:
             sizes = sizes_of(line)
@@ -341,7 +334,12 @@ def test_what_came_from_outside_is_one_line_without_control_characters(tmp_path:
     question = Message("=1+\x1b[2J\nround", numbers={"round": 1e308})
     answer = Message("trained", numbers={"0/log/a\x1b[2J\n\u202eb": 1.5})
     answer.arrays["0/counts"] = np.zeros(8, np.int64)
-    what_leaves.note(tmp_path, question, answer)
+    before = os.umask(0o022)
+    try:
+        what_leaves.note(tmp_path, question, answer)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "left.csv").stat().st_mode & 0o777 == 0o600, "only its owner reads it"
     text = (tmp_path / "left.csv").read_text("utf-8")
     assert text.count("\n") == 2 and text.replace("\n", "").isprintable()
     (line,) = lines_of(tmp_path)
@@ -381,20 +379,6 @@ def test_a_site_that_cannot_note_its_answer_sends_a_fixed_text(
         assert said(answer.arrays["text"]) == UNNOTED
     printed = capsys.readouterr().err
     assert "left.csv cannot be written (Is a directory)" in printed and "Meier" in printed
-
-
-def test_only_the_owner_reads_the_files_of_a_site(tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        what_leaves.note(tmp_path, Message("hello"), Message("whole", numbers={"base": 1}))
-        (tmp_path / "config.yaml").write_text("data: Digits\n", "utf-8")
-        settings = NodeSettings({"site": "away.yaml", "folder": str(tmp_path)})
-        with pytest.raises(UserError):
-            Resident(tmp_path, settings, 1).ask(packed(Message("hello", numbers={"m": 3})))
-    finally:
-        os.umask(before)
-    modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in ("left.csv", "site.log")}
-    assert modes == {"left.csv": 0o600, "site.log": 0o600}
 
 
 CELL = "Jane Roe 1961-02-03"

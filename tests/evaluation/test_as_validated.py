@@ -1,7 +1,4 @@
-"""A client's own evaluation is what ``Trainer.validate`` would give on its samples alone.
-
-Learners with hooks of validation, reductions, several loaders, and weights or state of their own.
-"""
+"""A client's own evaluation is what ``Trainer.validate`` would give on its samples alone."""
 
 from __future__ import annotations
 
@@ -98,12 +95,9 @@ class Rated(Lit):
     def __init__(self) -> None:
         super().__init__()
         self.acc = MulticlassAccuracy(4)
-        self.rated = torchmetrics.MetricCollection(
-            {
-                "val/f1": MulticlassF1Score(4),
-                "val/precision": torchmetrics.Precision("multiclass", num_classes=4),
-            }
-        )
+        precision = torchmetrics.Precision("multiclass", num_classes=4)
+        pair = {"val/f1": MulticlassF1Score(4), "val/precision": precision}
+        self.rated = torchmetrics.MetricCollection(pair)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         out = self.net(batch[0])

@@ -1,7 +1,4 @@
-"""Losses, logs and gradients of clients' samples at any vector, against plain PyTorch.
-
-The run sees nothing of it.
-"""
+"""Losses, logs and gradients of clients' samples at any vector, against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -68,27 +65,21 @@ def test_mean_loss_logs_and_gradient_are_those_of_all_samples_at_once() -> None:
     )
     loss = loss.detach()
     assert measured.samples == len(y) and measured.loss == pytest.approx(float(loss), rel=1e-12)
-    assert measured.logged["train/acc"] == pytest.approx(
-        float((out.argmax(1) == y).double().mean()), abs=1e-7
-    )
+    expected = float((out.argmax(1) == y).double().mean())
+    assert measured.logged["train/acc"] == pytest.approx(expected, abs=1e-7)
     assert measured.logged["train/loss"] == pytest.approx(float(loss), rel=1e-12)
-    assert measured.gradient is not None and torch.allclose(
-        measured.gradient, gradient, rtol=1e-11, atol=1e-14
-    )
+    assert measured.gradient is not None
+    assert torch.allclose(measured.gradient, gradient, rtol=1e-11, atol=1e-14)
     elsewhere = found.mean(w + 0.1, samples_of(data)).loss
-    assert (
-        abs(elsewhere - measured.loss) > 1e-3
-        and found.mean(w, samples_of(data)).loss == measured.loss
-    )
+    assert abs(elsewhere - measured.loss) > 1e-3
+    assert found.mean(w, samples_of(data)).loss == measured.loss
 
 
 def test_samples_that_several_clients_hold_count_as_often() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(6, 20, dtype=torch.float64), torch.arange(6) % 4
-    data, learner = (
-        InMemoryDataModule((x, y), clients=[[0, 1, 1], [1, 2, 3, 4, 5], [5]], batch_size=2),
-        Lit(),
-    )
+    data = InMemoryDataModule((x, y), clients=[[0, 1, 1], [1, 2, 3, 4, 5], [5]], batch_size=2)
+    learner = Lit()
     found, w = evaluator(learner, data)
     own = torch.tensor([0, 1, 1, 1, 2, 3, 4, 5, 5])
     expected = cross_entropy(learner.net(x[own]), y[own])
@@ -113,9 +104,8 @@ def test_each_client_at_its_own_model_with_what_validation_logs() -> None:
         assert float(each[j]["loss"]) == pytest.approx(
             float(cross_entropy(out, y).detach()), rel=1e-12
         )
-        assert float(each[j]["val/acc"]) == pytest.approx(
-            float((out.argmax(1) == y).double().mean()), rel=1e-6
-        )
+        expected = float((out.argmax(1) == y).double().mean())
+        assert float(each[j]["val/acc"]) == pytest.approx(expected, rel=1e-6)
     assert np.isnan(each[2]["loss"]) and "train/loss" not in each[0]
 
 
@@ -137,11 +127,8 @@ def test_batches_fit_into_memory() -> None:
     found, w = evaluator(Lit(hidden=64), data)
     samples = samples_of(data)
     sizes = [found.size(w, samples, graph_bytes) for graph_bytes in (0, 2**18, 2**17)]
-    assert (
-        sizes[0] == 1000
-        and 1 < sizes[2] < sizes[1] < 1000
-        and sizes[1] == pytest.approx(2 * sizes[2], abs=1)
-    )
+    assert sizes[0] == 1000 and 1 < sizes[2] < sizes[1] < 1000
+    assert sizes[1] == pytest.approx(2 * sizes[2], abs=1)
     batches = [n for share in found.shares(samples, 50) for _, n in share()]
     assert batches[:-1] == [50] * (len(batches) - 1) and sum(batches) == data.client_sizes().sum()
 
@@ -176,7 +163,6 @@ def test_a_run_sees_nothing_of_it() -> None:
     logged = dict(module.trainer.callback_metrics)
     module.evaluator().mean(module.evaluated_vector + 1, samples_of(data), gradient=True)
     assert all(torch.equal(v, state[k]) for k, v in module.learner.state_dict().items())
-    assert torch.equal(metric, module.learner.acc.tp) and torch.equal(
-        drawn_before, torch.get_rng_state()
-    )
+    assert torch.equal(metric, module.learner.acc.tp)
+    assert torch.equal(drawn_before, torch.get_rng_state())
     assert logged == dict(module.trainer.callback_metrics) and module.learner.training

@@ -1,7 +1,4 @@
-"""``clients.evaluate`` in the middle of a round.
-
-What it gives in every engine, and that the run sees nothing of it.
-"""
+"""``clients.evaluate`` in the middle of a round."""
 
 from __future__ import annotations
 
@@ -34,10 +31,8 @@ def ran(
     learner: type[Lit], callbacks: Any, rounds: int = 2, data: Any = None, **arguments: Any
 ) -> Any:
     torch.manual_seed(3)
-    module, run = (
-        federated(learner(), **{"engine": "sequential", **arguments}),
-        trainer(rounds, callbacks),
-    )
+    module = federated(learner(), **{"engine": "sequential", **arguments})
+    run = trainer(rounds, callbacks)
     run.fit(module, data or blobs())
     return module
 

@@ -1,7 +1,4 @@
-"""Memory of freed tensors is kept for the next ones.
-
-Page faults with ``keep_memory()`` against those without.
-"""
+"""Memory of freed tensors is kept for the next ones."""
 
 from __future__ import annotations
 
@@ -49,12 +46,9 @@ def page_faults(**environment: str) -> list[tuple[int, int]]:
         for name, value in os.environ.items()
         if not name.startswith(("MALLOC_", "GLIBC_", "LD_PRE"))
     }
+    env = {**ours, **environment}
     done = subprocess.run(
-        [sys.executable, "-c", FAULTS],
-        env={**ours, **environment},
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", FAULTS], env=env, capture_output=True, text=True, check=True
     )
     found = [int(line) for line in done.stdout.split()]
     pairs = list(zip(found[:2], found[2:], strict=True))

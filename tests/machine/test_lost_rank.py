@@ -3,7 +3,6 @@ checkpoint."""
 
 from __future__ import annotations
 
-import csv
 import os
 import signal
 import sys
@@ -14,13 +13,13 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
 
 from fl_lightning import FederatedStrategy
 from fl_lightning.callbacks import ControlVariates
 from fl_lightning.errors import UserError
 from fl_lightning.record.metrics_csv import MetricsCSV
-from tests.helpers.learners import blobs, federated, trainer
+from tests.helpers.commands import rounds
+from tests.helpers.learners import blobs, federated, last_checkpoint, trainer
 from tests.helpers.processes import started
 
 ROUNDS, STOPPED_IN = 4, 2
@@ -37,18 +36,10 @@ class Stops(pl.Callback):
 
 
 def run(folder: Path, stopped: int, rank: int, world: int) -> None:
-    last = ModelCheckpoint(
-        folder / "checkpoints", "last", enable_version_counter=False, save_on_train_epoch_end=True
-    )
     strategy = {"strategy": FederatedStrategy(timeout=3), "devices": world} if world > 1 else {}
-    fit = trainer(
-        ROUNDS,
-        [ControlVariates(), Stops(stopped, folder), last],
-        logger=MetricsCSV(folder),
-        enable_checkpointing=True,
-        default_root_dir=folder,
-        **strategy,
-    )
+    callbacks = [ControlVariates(), Stops(stopped, folder), last_checkpoint(folder)]
+    given = {"logger": MetricsCSV(folder), "enable_checkpointing": True, **strategy}
+    fit = trainer(ROUNDS, callbacks, default_root_dir=folder, **given)
     module = federated()
     try:
         fit.fit(module, blobs(), ckpt_path="last")
@@ -80,9 +71,7 @@ def test_a_run_without_a_stopped_rank_ends_and_resumes(tmp_path: Path) -> None:
         assert child.exitcode == 0
     whole = torch.load(tmp_path / "whole/w-0.pt")
     for stopped in begun:
-        with open(tmp_path / f"{stopped}/metrics.csv") as file:
-            rounds = [row["round"] for row in csv.DictReader(file)]
-        assert rounds == [str(t) for t in range(ROUNDS)]
+        assert rounds(tmp_path / str(stopped)) == [str(t) for t in range(ROUNDS)]
         assert torch.equal(torch.load(tmp_path / f"{stopped}/w-0.pt"), whole)
 
 

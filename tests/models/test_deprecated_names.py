@@ -20,9 +20,8 @@ def test_an_old_name_is_the_new_class_and_warns() -> None:
 @pytest.mark.parametrize("old", ["ImageClassifier", "fl_lightning.models.ImageClassifier"])
 def test_an_old_name_in_a_config_becomes_the_new_one(old: str) -> None:
     with pytest.warns(FutureWarning, match=WRITE):
-        assert full_paths({"learner": {"class_path": old}}) == {
-            "learner": {"class_path": "fl_lightning.models.Classifier"}
-        }
+        expected = {"learner": {"class_path": "fl_lightning.models.Classifier"}}
+        assert full_paths({"learner": {"class_path": old}}) == expected
 
 
 def test_an_old_name_on_the_command_line(cli: Cli) -> None:

@@ -18,6 +18,7 @@ from fl_lightning.datamodules import LanguageModelling, TextClassification
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import Layout
 from fl_lightning.models import CausalLanguageModel, TextClassifier
+from tests.helpers.learners import trainer
 from tests.helpers.texts import multinli_files, opt, opt_layer, opt_rest, text_file
 
 transformers = pytest.importorskip(
@@ -47,27 +48,16 @@ def logged(learner: Any, step: str, batch: Any) -> dict[str, tuple[float, int | 
 def test_the_loss_is_that_of_the_library_and_padding_does_not_count() -> None:
     learner = CausalLanguageModel(config=opt())
     x = tokens(12, 5, 9)
-    theirs = torch.tensor(
-        [float(learner.network(input_ids=row[None], labels=row[None]).loss) for row in rows(x)]
-    )
-    counts = torch.tensor([11, 4, 8])
-    expected = float((theirs * counts).sum() / counts.sum())
+    losses = [learner.network(input_ids=row[None], labels=row[None]).loss for row in rows(x)]
+    theirs, counts = torch.tensor([float(loss) for loss in losses]), torch.tensor([11, 4, 8])
+    expected = pytest.approx(float((theirs * counts).sum() / counts.sum()), rel=1e-6)
     batch = (x, torch.full((3,), -1))
-    assert float(logged(learner, "training_step", batch)["train/loss"][0]) == pytest.approx(
-        expected, rel=1e-6
-    )
-    assert logged(learner, "validation_step", batch)["val/loss"] == (
-        pytest.approx(expected, rel=1e-6),
-        23,
-    )
+    assert float(logged(learner, "training_step", batch)["train/loss"][0]) == expected
+    assert logged(learner, "validation_step", batch)["val/loss"] == (expected, 23)
     assert learner.predict_step(batch, 0).tolist() == pytest.approx(theirs.tolist(), rel=1e-6)
-    guesses = [
-        (learner.network(input_ids=row[None]).logits[0, :-1].argmax(-1) == row[1:]).sum()
-        for row in rows(x)
-    ]
-    assert logged(learner, "test_step", batch)["test/acc"][0] == pytest.approx(
-        float(sum(guesses)) / 23
-    )
+    guesses = [learner.network(input_ids=row[None]).logits[0, :-1].argmax(-1) for row in rows(x)]
+    right = sum(int((guess == row[1:]).sum()) for guess, row in zip(guesses, rows(x), strict=True))
+    assert logged(learner, "test_step", batch)["test/acc"][0] == pytest.approx(right / 23)
 
 
 def rows(x: Tensor) -> list[Tensor]:
@@ -81,10 +71,8 @@ def test_a_class_does_not_depend_on_padding() -> None:
     torch.testing.assert_close(learner(x), alone)
     torch.testing.assert_close(learner.predict_step((x, y), 0), alone.softmax(1))
     found = logged(learner, "validation_step", (x, y))
-    assert found["val/loss"] == (
-        pytest.approx(float(torch.nn.functional.cross_entropy(alone, y))),
-        3,
-    )
+    loss = float(torch.nn.functional.cross_entropy(alone, y))
+    assert found["val/loss"] == (pytest.approx(loss), 3)
     assert found["val/acc"][0] == pytest.approx(float((alone.argmax(1) == y).float().mean()))
 
 
@@ -92,14 +80,10 @@ def test_tied_embeddings_are_one_parameter() -> None:
     learner = CausalLanguageModel(config=opt(layers=3))
     layout = Layout(learner)
     assert layout.size == 3 * opt_layer() + opt_rest()
-    head, embedding = (
-        learner.network.get_output_embeddings(),
-        learner.network.get_input_embeddings(),
-    )
-    assert (
-        head.weight is embedding.weight
-        and sum("embed_tokens" in n or "lm_head" in n for n in layout) == 1
-    )
+    head = learner.network.get_output_embeddings()
+    embedding = learner.network.get_input_embeddings()
+    assert head.weight is embedding.weight
+    assert sum("embed_tokens" in n or "lm_head" in n for n in layout) == 1
     untied = Layout(CausalLanguageModel(config=opt(layers=3, tie_word_embeddings=False)))
     assert untied.size == layout.size + 259 * 16
 
@@ -136,18 +120,9 @@ def test_low_rank_matrices_make_d_small(tmp_path: Path) -> None:
 def fitted(
     learner: Any, data: Any, *callbacks: pl.Callback, rounds: int = 2, **options: Any
 ) -> FederatedModule:
-    module = FederatedModule(
-        learner, participation="all", local_steps=2, seed=0, engine="sequential", **options
-    )
-    quiet = {
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    trainer = pl.Trainer(
-        max_epochs=rounds, callbacks=list(callbacks), accelerator="cpu", logger=False, **quiet
-    )
-    trainer.fit(module, data)
+    given = {"participation": "all", "local_steps": 2, "seed": 0, "engine": "sequential"}
+    module = FederatedModule(learner, **given, **options)
+    trainer(rounds, callbacks).fit(module, data)
     return module
 
 
@@ -157,9 +132,8 @@ def test_a_folder_in_half_precision_is_trained_in_single_and_its_entries_can_be_
     whole = CausalLanguageModel(config=opt(dropout=0.1)).network
     whole.half().save_pretrained(tmp_path)
     learner = CausalLanguageModel(str(tmp_path), config={"dropout": 0.0})
-    assert {p.dtype for p in learner.parameters()} == {
-        torch.float32
-    } and learner.network.config.dropout == 0.0
+    assert {p.dtype for p in learner.parameters()} == {torch.float32}
+    assert learner.network.config.dropout == 0.0
     assert all(module.training for module in learner.modules()), "where there is dropout, it is on"
     for (name, here), (_, there) in zip(
         learner.network.named_parameters(), whole.named_parameters(), strict=True
@@ -172,13 +146,9 @@ def test_a_folder_in_half_precision_is_trained_in_single_and_its_entries_can_be_
     )
 
 
-def test_a_folder_of_another_architecture_is_told_before_its_weights_are_read(
-    tmp_path: Path,
-) -> None:
+def test_another_architecture_is_told_before_weights_are_read(tmp_path: Path) -> None:
     CausalLanguageModel(config=opt()).network.save_pretrained(tmp_path)
-    with pytest.raises(
-        UserError, match=r"model_type 'opt', and config\.model_type is 'llama'.*null"
-    ):
+    with pytest.raises(UserError, match=r"'opt', and config\.model_type is 'llama'.*null"):
         CausalLanguageModel(path=str(tmp_path), config={"model_type": "llama"})
 
 
@@ -194,10 +164,7 @@ def test_a_checkpoint_loads_as_lightning_does(tmp_path: Path) -> None:
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "neither": ({}, "neither path nor config.model_type is given"),
-    "pattern": (
-        {"config": opt(), "trainable": ["scores.*"]},
-        "trainable has 'scores.*', but no parameter",
-    ),
+    "pattern": ({"config": opt(), "trainable": ["scores.*"]}, "trainable has 'scores.*', but no p"),
     "both": (
         {"config": opt(), "trainable": ["*"], "lora": {"r": 2}},
         "lora and trainable both choose the parameters to train",
@@ -217,45 +184,30 @@ def test_what_cannot_be_made_is_one_paragraph(
     assert str(error.value).startswith("CausalLanguageModel: ") and "\n" not in str(error.value)
 
 
-def test_without_the_libraries_the_extra_is_named(
+def test_missing_libraries_name_their_extra(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r"lora needs peft.* pip install 'fl-lightning\[lora\]'"):
         CausalLanguageModel(config=opt(), lora={"r": 2})
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(
-        UserError, match=r"TextClassifier needs transformers.* pip install 'fl-lightning\[text\]'"
-    ):
+    install = r"pip install 'fl-lightning\[text\]'"
+    with pytest.raises(UserError, match=rf"TextClassifier needs transformers.* {install}"):
         TextClassifier(3, config=opt())
-    with pytest.raises(
-        UserError, match=r"data\.tokenizer is .* pip install 'fl-lightning\[text\]'"
-    ):
-        LanguageModelling(
-            multinli_files(tmp_path), "multinli_1.0_train.jsonl", tokenizer=tmp_path
-        ).setup()
+    file = "multinli_1.0_train.jsonl"
+    with pytest.raises(UserError, match=rf"data\.tokenizer is .* {install}"):
+        LanguageModelling(multinli_files(tmp_path), file, tokenizer=tmp_path).setup()
 
 
 def test_data_that_do_not_fit_the_network_are_refused_before_training(tmp_path: Path) -> None:
     text_file(tmp_path)
     multinli_files(tmp_path)
-    pairs: dict[str, Any] = {"length": 24, "batch_size": 8}
+    few, own = (CausalLanguageModel(config=opt(**given)) for given in ({"vocab_size": 200}, {}))
+    pairs, two = TextClassification(tmp_path, length=24), TextClassifier(2, config=opt())
     cases = [
-        (
-            CausalLanguageModel(config=opt(vocab_size=200)),
-            LanguageModelling(tmp_path),
-            "has 200 tokens, but LanguageM",
-        ),
-        (
-            CausalLanguageModel(config=opt()),
-            LanguageModelling(tmp_path, length=65),
-            "length is 65, .* at most 64 token",
-        ),
-        (
-            TextClassifier(2, config=opt()),
-            TextClassification(tmp_path, **pairs),
-            "num_classes is 2, but .* 3 classes",
-        ),
+        (few, LanguageModelling(tmp_path), "has 200 tokens, but LanguageM"),
+        (own, LanguageModelling(tmp_path, length=65), "length is 65, .* at most 64 token"),
+        (two, pairs, "num_classes is 2, but .* 3 classes"),
     ]
     for learner, data, says in cases:
         with pytest.raises(UserError, match=says):

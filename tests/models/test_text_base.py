@@ -129,9 +129,8 @@ def test_perplexity_is_of_all_tokens_together() -> None:
     run = trainer(1)
     run.fit(module, data)
     metrics = run.callback_metrics
-    assert float(metrics["val/perplexity"]) == pytest.approx(
-        float(metrics["val/loss"].double().exp()), rel=1e-5
-    )
+    found = float(metrics["val/perplexity"])
+    assert found == pytest.approx(float(metrics["val/loss"].double().exp()), rel=1e-5)
     total = number = 0.0
     final = module.export().eval()
     with torch.no_grad():
@@ -141,15 +140,12 @@ def test_perplexity_is_of_all_tokens_together() -> None:
                 torch.nn.functional.cross_entropy(logits, wanted, ignore_index=-1, reduction="sum")
             )
             number += int((wanted != -1).sum())
-    assert float(metrics["val/perplexity"]) == pytest.approx(
-        float(torch.tensor(total / number).exp()), rel=1e-5
-    )
+    expected = float(torch.tensor(total / number).exp())
+    assert float(metrics["val/perplexity"]) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_product_in_float32_is_that_of_the_weights(
-    bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_float32_product_is_that_of_weights(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks of rows, where the processor has no instructions for bfloat16."""
     monkeypatch.setattr(pretrained, "WIDENED", 24)
     monkeypatch.setattr(pretrained, "computes_in_bfloat16", lambda: False)

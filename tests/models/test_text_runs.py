@@ -3,7 +3,6 @@ experiment has it."""
 
 from __future__ import annotations
 
-import csv
 import os
 import subprocess
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.helpers.commands import table
 from tests.helpers.texts import opt, opt_layer, opt_rest, text_file
 
 pytest.importorskip(
@@ -64,11 +64,6 @@ def config(folder: Path, **learner: Any) -> Path:
     return path
 
 
-def metrics(run: Path) -> list[dict[str, str]]:
-    with open(run / "metrics.csv") as file:
-        return list(csv.DictReader(file))
-
-
 def test_without_a_network(tmp_path: Path, python: str) -> None:
     """In a network namespace of its own, where not even the machine itself can be reached."""
     fit = ["fit", "-c", str(config(tmp_path)), "--trainer.default_root_dir"]
@@ -85,11 +80,12 @@ def test_without_a_network(tmp_path: Path, python: str) -> None:
     if done.returncode == 77:
         pytest.skip("this machine lets nobody make a network namespace (unshare)")
     assert done.stdout.splitlines()[-1:] == ["0 2"], done.stderr
-    losses = [float(row["train/loss"]) for row in metrics(tmp_path / "x")]
+    rows = table(tmp_path / "x/metrics.csv")
+    losses = [float(row["train/loss"]) for row in rows]
     assert len(losses) == ROUNDS and losses[-1] <= 0.9 * losses[0]
 
     extractor, head = 10 * opt_layer(), 2 * opt_layer() + opt_rest()
-    for k, row in enumerate(metrics(tmp_path / "x"), 1):
+    for k, row in enumerate(rows, 1):
         down = CLIENTS * (k * head + -(-k // PERIOD) * extractor)
         up = CLIENTS * (k * head + k // PERIOD * extractor)
         counted = [
@@ -99,7 +95,5 @@ def test_without_a_network(tmp_path: Path, python: str) -> None:
 
     assert not (tmp_path / "y").exists()
     (paragraph,) = [line for line in done.stderr.splitlines() if line.startswith("fl-lightning:")]
-    assert (
-        "path is 'facebook/opt-125m', which is not a folder" in paragraph
-        and "Traceback" not in done.stderr
-    )
+    assert "path is 'facebook/opt-125m', which is not a folder" in paragraph
+    assert "Traceback" not in done.stderr

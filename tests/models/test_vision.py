@@ -55,9 +55,8 @@ def test_two_rounds_are_those_of_a_plain_loop(make: Any, lr: float) -> None:
     x = x.double()
     parts = [torch.arange(0, 16, 2), torch.arange(1, 16, 2)]
     plain = copy.deepcopy(network)
-    data = InMemoryDataModule(
-        (x, y), (x, y), clients=[part.tolist() for part in parts], batch_size=None
-    )
+    clients = [part.tolist() for part in parts]
+    data = InMemoryDataModule((x, y), (x, y), clients=clients, batch_size=None)
     module = FederatedModule(
         Classifier(network, 4, lr=lr, momentum=0.9), participation="all", local_steps=2, seed=0
     )
@@ -221,9 +220,8 @@ def test_metrics_by_name_in_validation_and_per_client() -> None:
     run = trainer(1, [measured])
     run.fit(module, data)
     logits = module.export().eval()(x).detach()
-    assert float(run.callback_metrics["val/auroc"]) == pytest.approx(
-        sk.roc_auc_score(y, logits.softmax(1), multi_class="ovr"), abs=1e-6
-    )
+    expected = sk.roc_auc_score(y, logits.softmax(1), multi_class="ovr")
+    assert float(run.callback_metrics["val/auroc"]) == pytest.approx(expected, abs=1e-6)
     for client in (0, 1):
         own = torch.tensor(data.client_test_indices(client).tolist())
         right = sk.balanced_accuracy_score(y[own], logits[own].argmax(1))

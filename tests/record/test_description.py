@@ -46,7 +46,7 @@ def of_tensorboard(folder: Path) -> dict[str, Any]:
         (
             {"mixing": 0.6, "staleness": Polynomial(0.5)},
             "FedAsync",
-            "size=1, concurrency=4, staleness=Polynomial(a=0.5), mixing=0.6",
+            "size=1, concurrency=4, stalen",
         ),
     ],
 )
@@ -97,10 +97,8 @@ def test_every_logger_gets_one_flat_dict(tmp_path: Path) -> None:
     assert all(isinstance(value, str | int | float | bool) for value in told.values())
     assert of_tensorboard(Path(loggers[1].log_dir))["learner"] == "Lit"
     card = (tmp_path / "card.md").read_text()
-    assert (
-        "| learner | Lit, 154 trained parameters |" in card
-        and "| data | InMemoryDataModule |" in card
-    )
+    assert "| learner | Lit, 154 trained parameters |" in card
+    assert "| data | InMemoryDataModule |" in card
 
 
 class Holding(FederatedCallback):
@@ -119,10 +117,7 @@ def test_an_argument_that_is_an_object_is_told_by_its_text(tmp_path: Path) -> No
 
 
 class MLFlowLogger(DummyLogger):
-    """Keeps each hyper-parameter as MLflow's file store does.
-
-    A file of its own, under a name that MLflow takes.
-    """
+    """Keeps each hyper-parameter as MLflow's file store does."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -158,9 +153,8 @@ class Refusing(DummyLogger):
 
 def test_a_logger_that_refuses_them_does_not_end_the_run() -> None:
     run = trainer(1, logger=Refusing())
-    with pytest.warns(
-        UserWarning, match="Refusing did not take the hyper-parameters: Changing param"
-    ):
+    told = "Refusing did not take the hyper-parameters: Changing param"
+    with pytest.warns(UserWarning, match=told):
         run.fit(federated(), blobs())
     assert run.current_epoch == 1
 

@@ -49,13 +49,8 @@ def ran(
     every: list[Any] = [c.FederatedProgressBar(), c.RunCard()]
     if folders:
         every = [run, *every, RunCheckpoint(run), RunRecord("{}", ["fl-lightning", "fit"])]
-    fit = trainer(
-        rounds,
-        [*every[:1], *callbacks, *every[1:]],
-        default_root_dir=str(folder),
-        enable_progress_bar=True,
-        enable_checkpointing=True,
-    )
+    shown = dict.fromkeys(("enable_progress_bar", "enable_checkpointing"), True)
+    fit = trainer(rounds, [*every[:1], *callbacks, *every[1:]], default_root_dir=folder, **shown)
     fit.fit(module := federated(learner, **settings), data())
     return module
 
@@ -80,10 +75,8 @@ def test_what_the_learner_shows_and_what_is_monitored(
     assert told == ["loss", "val_loss", "train_loss", "val_auc", "val_far"]
     assert "val_auc 0.5" in lines(err)[-1] and "hidden" not in err
     table = rows(out)
-    assert (
-        table["val_auc"] == "last 0.5, best 0.5 (round 2)"
-        and table["val_loss"] == "last 2, best 2 (round 2)"
-    )
+    assert table["val_auc"] == "last 0.5, best 0.5 (round 2)"
+    assert table["val_loss"] == "last 2, best 2 (round 2)"
     assert table["val_far"] == "last 0.5"  # nothing says which way it is better
     assert "| val_auc | last 0.5, best 0.5 (round 2) |" in (tmp_path / "card.md").read_text()
     if folders:
@@ -103,10 +96,8 @@ def test_of_personal_models_their_own_accuracy_is_the_headline(
     assert own != of_nobody
     assert f" · accuracy of clients {own:.4f} · " in lines(err)[-1] and " · accuracy 0" not in err
     table = rows(out)
-    assert (
-        table["accuracy of clients"].startswith(f"last {own:.4f}, best ")
-        and "accuracy" not in table
-    )
+    assert table["accuracy of clients"].startswith(f"last {own:.4f}, best ")
+    assert "accuracy" not in table
     assert json.loads((tmp_path / "run.json").read_text())["shown"] == ["clients/acc"]
 
 
@@ -122,8 +113,5 @@ def test_until_personal_models_are_measured_the_console_has_the_models_accuracy(
 def test_of_one_model_for_all_it_is_the_servers(tmp_path: Path, capsys: Any) -> None:
     ran(tmp_path, Accurate(), c.PartialAveraging({"last": 2}), c.PerClientEvaluation(1), rounds=1)
     out, err = capsys.readouterr()
-    assert (
-        " · accuracy 0" in err
-        and "accuracy of clients" not in out + err
-        and "accuracy" in rows(out)
-    )
+    assert " · accuracy 0" in err and "accuracy of clients" not in out + err
+    assert "accuracy" in rows(out)

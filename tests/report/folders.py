@@ -21,10 +21,7 @@ def make_run(
     rounds: Sequence[int] | None = None,
     **record: Any,
 ) -> Path:
-    """A run with these ``columns``; None is an empty cell.
-
-    The partition follows the seed, as it does in real runs.
-    """
+    """A run with these ``columns``; None is an empty cell."""
     folder.mkdir(parents=True)
     length = max(map(len, columns.values()), default=0)
     with open(folder / "metrics.csv", "w", newline="") as file:

@@ -141,10 +141,8 @@ def test_a_run_that_ends_badly_says_how(cli: Cli, fault: str, status: str) -> No
 
 
 def test_a_killed_run_is_running_a_stopped_one_stopped_and_going_on_ends_it(cli: Cli) -> None:
-    argv = (
-        *own(cli, "slow"),
-        *typed("--model.local_epochs=null --model.local_steps=8 --ckpt_path last"),
-    )
+    steps = typed("--model.local_epochs=null --model.local_steps=8 --ckpt_path last")
+    argv = (*own(cli, "slow"), *steps)
     for number, status in ((signal.SIGKILL, "running"), (signal.SIGTERM, "stopped")):
         process = cli.start(*argv)
         process.wait_for(cli.folder / "training")

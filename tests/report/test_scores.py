@@ -89,9 +89,8 @@ def test_a_target_is_reached_when_the_smoothed_curve_first_is_there(
 
 @pytest.mark.parametrize("status", ["diverged", "running", "stopped", "failed"])
 def test_only_a_run_that_is_done_reaches_a_target(status: str) -> None:
-    assert reached(run_of([0.9] * 5, status), "val/acc", 0.5) == dict.fromkeys(
-        ("rounds", "bytes", "gradients", "seconds")
-    )
+    expected = dict.fromkeys(("rounds", "bytes", "gradients", "seconds"))
+    assert reached(run_of([0.9] * 5, status), "val/acc", 0.5) == expected
 
 
 def test_what_was_not_measured_is_left_out_and_rounds_stay_rounds(tmp_path: Path) -> None:
@@ -101,24 +100,12 @@ def test_what_was_not_measured_is_left_out_and_rounds_stay_rounds(tmp_path: Path
         "time/round": [1.0] * 7 + [None],
     }
     run = read_run(make_run(tmp_path / "x", "a", 0, columns))
-    assert reached(run, "val/acc", 0.6) == {
-        "rounds": 6,
-        "bytes": 60,
-        "gradients": None,
-        "seconds": 6.0,
-    }
-    assert reached(run, "val/acc", 0.7) == {
-        "rounds": 8,
-        "bytes": None,
-        "gradients": None,
-        "seconds": None,
-    }  # not known, so not said
-    assert scores(run.column("val/acc")[[1, 5, 7]]) == {
-        "last10": 0.5,
-        "smoothed": 0.8,
-        "last": 0.8,
-        "max": 0.8,
-    }
+    known = {"bytes": 60, "gradients": None, "seconds": 6.0}
+    assert reached(run, "val/acc", 0.6) == {"rounds": 6, **known}
+    # What is not known is not said.
+    assert reached(run, "val/acc", 0.7) == {"rounds": 8, **dict.fromkeys(known)}
+    expected = {"last10": 0.5, "smoothed": 0.8, "last": 0.8, "max": 0.8}
+    assert scores(run.column("val/acc")[[1, 5, 7]]) == expected
 
 
 def test_no_value_no_score() -> None:
@@ -141,10 +128,8 @@ def test_the_last_line_counts_without_a_line_break_where_the_run_ended(tmp_path:
 def test_a_paired_interval_is_the_t_test_of_the_differences(differences: list[float]) -> None:
     found, wanted = paired(differences), stats.ttest_1samp(differences, 0.0)
     low, high = wanted.confidence_interval(0.95)
-    assert (found.n, found.mean) == (
-        len(differences),
-        pytest.approx(np.mean(differences), abs=1e-12),
-    )
+    expected = (len(differences), pytest.approx(np.mean(differences), abs=1e-12))
+    assert (found.n, found.mean) == expected
     assert found.sd == pytest.approx(np.std(differences, ddof=1), rel=1e-9)
     assert (found.low, found.high) == (pytest.approx(low, abs=1e-9), pytest.approx(high, abs=1e-9))
     assert found.p == pytest.approx(wanted.pvalue, abs=1e-9)

@@ -26,15 +26,8 @@ def grid(folder: Path, alphas: tuple[str, ...] = ("0.1", "0.6"), shift: float = 
             axes = {"method": method, "data.partition": f"Dirichlet-{alpha}"}
             for seed in range(5):
                 columns = {"val/acc": [level + shift + 0.001 * seed * (method != "fedavg")] * 20}
-                partition = f"{alpha} {seed}"
-                make_run(
-                    folder / arm / f"seed-{seed}",
-                    arm,
-                    seed,
-                    columns,
-                    partition=partition,
-                    axes=axes,
-                )
+                given = {"partition": f"{alpha} {seed}", "axes": axes}
+                make_run(folder / arm / f"seed-{seed}", arm, seed, columns, **given)
     (folder / "sweep.yaml").write_text("configs: [base]\n")
     return folder
 
@@ -52,9 +45,8 @@ def test_arms_are_compared_within_a_setting(tmp_path: Path) -> None:
         text = (tmp_path / f"out/report.{kind}").read_text()
         assert "Methods by settings" in text and text.count("Dirichlet-0.6") > 1, kind
     assert "| fedavg | 70.00 ± 0.00 | 70.00 ± 0.00 |" in (tmp_path / "out/report.md").read_text()
-    assert (
-        (tmp_path / "out/pivot.csv").read_text().startswith("method,Dirichlet-0.1,Dirichlet-0.6\n")
-    )
+    pivot = (tmp_path / "out/pivot.csv").read_text()
+    assert pivot.startswith("method,Dirichlet-0.1,Dirichlet-0.6\n")
 
 
 def test_a_table_by_settings_says_what_was_compared(tmp_path: Path) -> None:
@@ -69,11 +61,7 @@ def test_a_table_by_settings_says_what_was_compared(tmp_path: Path) -> None:
     for alpha in ("0.1", "1.0"):
         axes = {"method": "fedavg", "data.partition.alpha": alpha}
         make_arm(alone, alpha, {0: 0.5, 1: 0.6}, partition=alpha, axes=axes)
-    cases = (
-        ([folder], 2, within),
-        ([folder, "--claims", claims], 1, claimed),
-        ([alone], 0, ""),
-    )
+    cases = (([folder], 2, within), ([folder, "--claims", claims], 1, claimed), ([alone], 0, ""))
     for words, compared, said in cases:
         found = report(tmp_path / "out", *words)
         assert len(found["pairs"]) == compared
@@ -96,23 +84,16 @@ def test_a_trend_over_an_axis_is_of_its_own_method(tmp_path: Path) -> None:
         if path.parent.name.startswith("fedavg"):
             rows = "".join(f"{t},{0.5 + 0.01 * alpha}\n" for t in range(9))
             (path / "metrics.csv").write_text(f"round,val/acc\n{rows}")
-    shared = {
-        "kind": "trend",
-        "over": "data.partition",
-        "metric": "val/acc",
-        "direction": "greater",
-    }
+    shared = {"kind": "trend", "over": "data.partition", "metric": "val/acc"}
+    shared["direction"] = "greater"
     claims = [
         {"id": "T", "arm": "fedavg", **shared},
         {"id": "U", "arm": "fedinit-0.1", **shared, "family": "f"},
     ]
-    said = report(tmp_path / "out", folder, "--claims", written(tmp_path / "c.yaml", *claims))[
-        "claims"
-    ]
-    assert (
-        said[0]["values"] == pytest.approx({str(s): 1.0 for s in range(5)})
-        and said[0]["verdict"] == "reproduced"
-    )
+    path = written(tmp_path / "c.yaml", *claims)
+    said = report(tmp_path / "out", folder, "--claims", path)["claims"]
+    assert said[0]["values"] == pytest.approx({str(s): 1.0 for s in range(5)})
+    assert said[0]["verdict"] == "reproduced"
     assert (said[1]["n"], said[1]["verdict"]) == (5, "inconclusive")  # constant: ρ is 0
     several = refused(folder, "--claims", written(tmp_path / "d.yaml", {"id": "T", **shared}))
     assert "several methods were swept" in several
@@ -126,10 +107,8 @@ def test_sweeps_with_other_claims_keep_their_arms_apart(tmp_path: Path) -> None:
         written(tmp_path / name / "claims.yaml", {"id": f"{name}-A", **claim})
     found = report(tmp_path / "out", tmp_path / "one", tmp_path / "two")
     assert set(found["arms"]) == {"one/base", "one/up", "two/base", "two/up"}
-    assert [(e["id"], e["verdict"]) for e in found["claims"]] == [
-        ("one-A", "reproduced"),
-        ("two-A", "contradicted"),
-    ]
+    expected = [("one-A", "reproduced"), ("two-A", "contradicted")]
+    assert [(e["id"], e["verdict"]) for e in found["claims"]] == expected
     assert set(found["settings"]) == {"one/all", "two/all"}
     # half of one sweep elsewhere: still one
     for folder in (tmp_path / "one/up/seed-4", tmp_path / "one/base/seed-4"):

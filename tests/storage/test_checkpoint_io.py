@@ -24,11 +24,8 @@ def saved(folder: Path, name: str = "last.ckpt") -> Path:
 def refusal(path: Path) -> str:
     with pytest.raises(UserError) as error:
         AtomicCheckpointIO().load_checkpoint(path)
-    assert (
-        str(path) in str(error.value)
-        and "\n" not in str(error.value)
-        and len(str(error.value)) < 600
-    )
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    assert len(str(error.value)) < 600
     return str(error.value)
 
 
@@ -59,7 +56,7 @@ def test_every_flipped_bit_is_found_or_harmless(tmp_path: Path) -> None:
     assert found >= 256
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.999])
 def test_a_cut_file_is_refused_and_the_best_one_offered(tmp_path: Path, share: float) -> None:
     path, best = saved(tmp_path), saved(tmp_path, "best.ckpt")
     saved(tmp_path, "newer.ckpt")
@@ -100,8 +97,7 @@ AtomicCheckpointIO().save_checkpoint(checkpoint, Path(sys.argv[2]))
 
 
 def test_killed_while_writing_the_old_one_stays_and_the_next_of_the_name_clears_up(
-    python: str,
-    tmp_path: Path,
+    python: str, tmp_path: Path
 ) -> None:
     path = saved(tmp_path)
     command = [python, "-c", KILLED, "replace", str(tmp_path / "epoch=4.ckpt")]

@@ -95,6 +95,5 @@ def test_a_row_is_at_home_with_one_process_alone() -> None:
     for rank, rows in enumerate(homes):
         for client in (3, 4):
             row = rows.at_home("M.a", client)
-            assert (None if row is None else row.tolist()) == (
-                [client, client] if client % 2 == rank else None
-            )
+            expected = [client, client] if client % 2 == rank else None
+            assert (None if row is None else row.tolist()) == (expected)

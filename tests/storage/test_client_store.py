@@ -6,7 +6,6 @@ import os
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(steps, st.sampled_from([0, 40, 1 << 20]), st.sampled_from([1, held_rows.SHARED_FROM]))
 def test_any_sequence_of_operations_equals_a_dict(sequence, budget, shared_from) -> None:
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
@@ -89,14 +88,12 @@ def test_any_sequence_of_operations_equals_a_dict(sequence, budget, shared_from)
             else:
                 store.flush(folders[argument])
                 if what == "checkpoint":
-                    checkpoints = [*checkpoints, (folders[argument], store.index(), dict(model))][
-                        -2:
-                    ]
+                    made = (folders[argument], store.index(), dict(model))
+                    checkpoints = [*checkpoints[-1:], made]
                 elif what == "collect":
                     for folder in folders:
-                        store.collect(
-                            folder, [index for where, index, _ in checkpoints if where == folder]
-                        )
+                        kept = [index for where, index, _ in checkpoints if where == folder]
+                        store.collect(folder, kept)
             agree(store, model)
         for folder, index, then in checkpoints:  # those that were kept are still whole
             other = ClientStore()
@@ -104,9 +101,7 @@ def test_any_sequence_of_operations_equals_a_dict(sequence, budget, shared_from)
             agree(other, then)
 
 
-def test_rows_of_a_client_with_the_same_bytes_are_one_in_memory_and_on_disk(
-    tmp_path: Path,
-) -> None:
+def test_rows_of_a_client_with_the_same_bytes_are_one_in_memory_and_on_disk(tmp_path: Path) -> None:
     """Also those that come back from disk, as long as both are still the same."""
     size = 8000
     store = ClientStore()
@@ -181,29 +176,6 @@ def test_a_flush_costs_what_changed(tmp_path: Path) -> None:
     assert store.flush(tmp_path) is None and len(list(tmp_path.iterdir())) == 2
 
 
-def test_the_more_segments_the_seldomer_they_are_looked_through(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-    store, looked = ClientStore(), []
-
-    def kept() -> Iterator[Index]:
-        looked.append(1)
-        yield store.index()
-
-    # a cross-device run: whoever takes part is new, and every segment stays needed
-    for i in range(160):
-        store.commit({"M.s": {i: torch.zeros(3)}})
-        store.flush(tmp_path)
-        store.collect(tmp_path, kept())
-    assert len(list(tmp_path.iterdir())) == 160 and len(looked) < 120  # ever fewer
-    for _ in range(40):
-        store.commit({"M.s": {0: torch.ones(3)}})
-        store.flush(tmp_path)
-        store.collect(tmp_path, kept())
-        assert len(list(tmp_path.iterdir())) <= 160 * (1 + 1 / 32)
-
-
 def test_rows_over_the_budget_lie_on_disk_and_move_to_the_folder(tmp_path: Path) -> None:
     store = ClientStore(budget_bytes=3 * 4000)
     for i in range(10):
@@ -231,11 +203,7 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
     for store in stores:
         store.load(index, tmp_path)
         store.collect(tmp_path, [index])
-    assert stores[0].clients("M.s").tolist() == [0, 2, 4] and stores[1].clients("M.s").tolist() == [
-        1,
-        3,
-        5,
-    ]
+    assert [store.clients("M.s").tolist() for store in stores] == [[0, 2, 4], [1, 3, 5]]
     single = ClientStore()  # resumed in one process: it owns all and also clears the other's files
     single.load(index, tmp_path)
     assert [single.read("M.s", i).tolist() for i in range(6)] == [

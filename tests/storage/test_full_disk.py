@@ -1,7 +1,4 @@
-"""What cannot be written is said in one paragraph, and what was there stays.
-
-A full disk, devices, pipes, links.
-"""
+"""What cannot be written is said in one paragraph, and what was there stays."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ def _saved_on_a_full_disk(path: Path, limit: int, answer: multiprocessing.Queue[
         answer.put(f"{type(error).__name__}: {error}")
 
 
-@pytest.mark.parametrize("limit", [0, 1_000, 100_000, 800_000])
+@pytest.mark.parametrize("limit", [1_000, 800_000])
 def test_a_disk_that_fills_while_a_checkpoint_is_written(limit: int, tmp_path: Path) -> None:
     """torch.save says `unexpected pos 768 vs 662`; the checkpoint of before stays."""
     path = tmp_path / "last.ckpt"
@@ -131,9 +128,8 @@ def test_a_path_is_expanded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/$USER")
     monkeypatch.setenv("WHERE", "a")
     assert named("~/x") == Path("/home/$USER/x")
-    assert named("$WHERE/${WHERE}") == Path("a/a") and named("$UNKNOWN_NAME") == Path(
-        "$UNKNOWN_NAME"
-    )
+    assert named("$WHERE/${WHERE}") == Path("a/a")
+    assert named("$UNKNOWN_NAME") == Path("$UNKNOWN_NAME")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +145,6 @@ def test_a_path_is_expanded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_memory_that_does_not_suffice_is_told(error: BaseException) -> None:
-    assert out_of_memory(error).startswith(
-        "out of memory: "
-    ) and "--model.workers" in out_of_memory(error)
+    assert out_of_memory(error).startswith("out of memory: ")
+    assert "--model.workers" in out_of_memory(error)
     assert not out_of_memory(RuntimeError("shapes differ"))

@@ -12,7 +12,6 @@ from torch.optim import SGD, Adagrad, Adam
 
 from fl_lightning import FederatedCallback, InMemoryDataModule, ServerState, UserError
 from fl_lightning.callbacks import (
-    ByzantineClients,
     ControlVariates,
     PartialAveraging,
     ProximalTerm,
@@ -54,26 +53,8 @@ class Looking(FederatedCallback):
 @pytest.mark.parametrize(
     ("then", "now", "words"),
     [
-        (
-            ProximalTerm(0.1),
-            ProximalTerm(0.2),
-            r"ProximalTerm\(mu=0\.1.* then, ProximalTerm\(mu=0\.2.* now",
-        ),
-        (
-            RobustAggregation("krum", mixing=True),
-            RobustAggregation("krum"),
-            "mixing=True.* then, .*mixing=False.* now",
-        ),
-        (
-            ByzantineClients("alie"),
-            ByzantineClients("label_flip"),
-            "'alie'.* then, .*'label_flip'.* now",
-        ),
-        (
-            PartialAveraging(period=3),
-            PartialAveraging(period=2),
-            "period=3.* then, .*period=2.* now",
-        ),
+        (ProximalTerm(0.1), ProximalTerm(0.2), r"ProximalTerm\(mu=0\.1.* then, Pro.*mu=0\.2.* now"),
+        (PartialAveraging(period=3), PartialAveraging(period=2), r"d=3.* then, .*period=2.* now"),
         (SharpnessAwareMinimization(0.1), None, "then, none now"),
         (None, RobustAggregation(), r"none then, RobustAggregation\("),
         (ControlVariates(), None, "ControlVariates: .* then, absent now"),
@@ -124,20 +105,16 @@ def test_other_values_in_a_long_array_are_refused(tmp_path: Path, kind: Any) -> 
 @pytest.mark.parametrize(
     ("setting", "make", "words"),
     [
-        (
-            "client",
-            lambda p: SGD(p, lr=0.3, weight_decay=0.01),
-            r"\(client_optimizer\.lr: 0\.2 then",
-        ),
+        ("client", lambda p: SGD(p, lr=0.3, weight_decay=0.01), r"\(client_optimizer\.lr: 0\.2 th"),
         ("client", lambda p: Adam(p, lr=0.2), r"\(client_optimizer: SGD then, Adam now\)"),
         (
             "server",
             lambda p: SGD(p, lr=1.0, momentum=0.9),
-            r"\(server_optimizer\.momentum: 0 then, 0\.9 now\)",
+            r"optimizer\.momentum: 0 then, 0\.9 now",
         ),
     ],
 )
-def test_of_an_optimizer_the_option_is_told(
+def test_an_option_that_changed_is_told(
     tmp_path: Path, setting: str, make: Any, words: str
 ) -> None:
     fit([], rounds=1, folder=str(tmp_path))
@@ -170,10 +147,8 @@ def adam(rate: float, **options: Any) -> dict[str, Any]:
     ("then", "now", "option", "steps"),
     [
         ({}, {"server_optimizer": lambda p: SGD(p, lr=1.0, momentum=0.9)}, ("momentum", 0.9), None),
-        ({}, adam(0.1, eps=1e-3), ("eps", 1e-3), 1),
         (adam(0.1), {}, ("momentum", 0), None),
         (adam(0.1), adam(0.2, betas=(0.5, 0.9)), ("betas", (0.5, 0.9)), 2),
-        (adam(0.1), adam(0.1, amsgrad=True), ("amsgrad", True), 1),
         (adam(0.1), {"server_optimizer": lambda p: Adagrad(p, lr=0.1)}, ("eps", 1e-10), 1),
     ],
 )

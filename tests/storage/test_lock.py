@@ -93,9 +93,7 @@ def fit(folder: Path, rounds: int = 2) -> None:
         os._exit(2)
 
 
-def test_a_run_from_python_holds_the_folder_of_its_checkpoints_while_it_trains(
-    tmp_path: Path,
-) -> None:
+def test_a_run_from_python_holds_its_checkpoints_folder_as_it_trains(tmp_path: Path) -> None:
     held = lock.hold(tmp_path)
     assert in_another_process(fit, tmp_path) == 2 and not (tmp_path / "checkpoints").exists()
     held.release()
@@ -122,9 +120,7 @@ class Failing(pl.Callback):
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "run folder"])
-def test_a_fit_that_failed_gives_the_folder_back_and_takes_it_again(
-    tmp_path: Path, kind: str
-) -> None:
+def test_a_failed_fit_gives_the_folder_back_and_takes_it_again(tmp_path: Path, kind: str) -> None:
     writer = RunFolder(tmp_path) if kind == "run folder" else ModelCheckpoint(tmp_path)
     failing = Failing(tmp_path)
     run = trainer(2, [writer, failing], enable_checkpointing=True, default_root_dir=tmp_path.parent)

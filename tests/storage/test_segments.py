@@ -52,11 +52,11 @@ def test_a_cut_segment_is_named_with_the_client(tmp_path: Path, keep: float) -> 
     assert str(path) in str(error.value) and "client 7" in str(error.value)
 
 
-@pytest.mark.parametrize("names", [["M.s"], ["M.s", "N.s"]])
 def test_every_flipped_bit_is_found_or_harmless(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if two names have the same rows, which the file holds once."""
+    names = ["M.s", "N.s"]
     monkeypatch.setattr(held_rows, "SHARED_FROM", 1)
     store, path = filled(tmp_path, clients=4, size=6, names=names)
     wanted = {(name, i): store.read(name, i) for name in names for i in range(4)}

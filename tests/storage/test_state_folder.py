@@ -33,9 +33,8 @@ def test_a_users_logger_and_checkpoints_leave_the_state_in_the_runs_folder(cli: 
     result = cli(*FIT, *run, *USERS, "--trainer.max_epochs", 1)
     assert result.returncode == 0, result.stderr
     assert list((cli.folder / "x/state").glob("*.safetensors"))
-    assert list((cli.folder / "elsewhere").rglob("mine.ckpt")) and not list(
-        (cli.folder / "elsewhere").rglob("state")
-    )
+    assert list((cli.folder / "elsewhere").rglob("mine.ckpt"))
+    assert not list((cli.folder / "elsewhere").rglob("state"))
     shutil.rmtree(cli.folder / "elsewhere")
     shutil.move(cli.folder / "x", cli.folder / "y")
     result = cli("fit", "y", "--trainer.max_epochs", 2)
@@ -55,17 +54,11 @@ def test_a_run_that_has_ended_keeps_what_its_checkpoints_name(cli: Cli) -> None:
 
 
 def fit(rounds: int, folder: Path, elsewhere: Path, **options: Any) -> Any:
-    callbacks = [
-        ControlVariates(),
-        ModelCheckpoint(filename="mine", monitor="val/acc", enable_version_counter=False),
-        last_checkpoint(folder),
-    ]
+    mine = ModelCheckpoint(filename="mine", monitor="val/acc", enable_version_counter=False)
+    callbacks = [ControlVariates(), mine, last_checkpoint(folder)]
+    logger = CSVLogger(elsewhere)
     run = trainer(
-        rounds,
-        callbacks,
-        logger=CSVLogger(elsewhere),
-        enable_checkpointing=True,
-        default_root_dir=folder,
+        rounds, callbacks, logger=logger, enable_checkpointing=True, default_root_dir=folder
     )
     module = federated()
     run.fit(module, blobs(), **options)
@@ -86,9 +79,8 @@ def test_from_python_too_and_a_checkpoint_whose_state_lies_elsewhere_resumes(
     old["federated"]["folders"] = ["../state", str(elsewhere)]
     torch.save(old, path)
     again = fit(3, run, logged, ckpt_path=str(path))
-    assert torch.equal(again.global_vector, whole.global_vector) and list(
-        (run / "state").glob("*.safetensors")
-    )
+    assert torch.equal(again.global_vector, whole.global_vector)
+    assert list((run / "state").glob("*.safetensors"))
     assert all(torch.equal(row, client_rows(whole)[key]) for key, row in client_rows(again).items())
 
 
@@ -109,12 +101,8 @@ def test_another_trainer_writes_rows_beside_its_own_checkpoints(tmp_path: Path) 
 def test_a_run_that_goes_on_keeps_the_rows_of_checkpoints_elsewhere(tmp_path: Path) -> None:
     def run(rounds: int, start: Path | None = None) -> Any:
         last = last_checkpoint(tmp_path / "run")
-        found = trainer(
-            rounds,
-            [ControlVariates(), last],
-            enable_checkpointing=True,
-            default_root_dir=tmp_path / "run",
-        )
+        given = {"enable_checkpointing": True, "default_root_dir": tmp_path / "run"}
+        found = trainer(rounds, [ControlVariates(), last], **given)
         found.fit(federated(participation="all"), blobs(), ckpt_path=start)
         return found
 
@@ -133,11 +121,8 @@ SLASH = "{epoch}-{val/acc:.2f}"  # Lightning makes a folder of the part before t
 def test_checkpoints_outside_the_first_folder_find_the_rows_when_the_run_is_moved(
     tmp_path: Path,
 ) -> None:
-    callbacks = [
-        ControlVariates(),
-        ModelCheckpoint(filename=SLASH, save_top_k=-1),
-        ModelCheckpoint(tmp_path / "x" / "more" / "best", "second", monitor="val/acc"),
-    ]
+    second = ModelCheckpoint(tmp_path / "x" / "more" / "best", "second", monitor="val/acc")
+    callbacks = [ControlVariates(), ModelCheckpoint(filename=SLASH, save_top_k=-1), second]
     run = trainer(2, callbacks, enable_checkpointing=True, default_root_dir=tmp_path / "x")
     run.fit(federated(participation="all"), blobs())
     whole = federated(participation="all")
@@ -203,13 +188,8 @@ class Noting(Lit):
 
 def with_writer(folder: Path, rounds: int, writer: Any = None, start: Path | None = None) -> Any:
     every = ModelCheckpoint(folder / "checkpoints", "{epoch}", save_top_k=-1)
-    run = trainer(
-        rounds,
-        [ControlVariates(), every],
-        enable_checkpointing=True,
-        default_root_dir=folder,
-        plugins=[writer] if writer else None,
-    )
+    given = {"enable_checkpointing": True, "plugins": [writer] if writer else None}
+    run = trainer(rounds, [ControlVariates(), every], default_root_dir=folder, **given)
     module = federated(Noting(), participation="all")
     run.fit(module, blobs(), ckpt_path=start, weights_only=False)
     return module

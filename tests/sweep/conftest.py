@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.commands import table
 
 FILE = """
 configs: [base, data/digits, trainer/cpu]
@@ -30,8 +31,8 @@ def sweep_file(tmp_path: Path) -> Path:
 
 def states(folder: Path) -> dict[str, str]:
     """arm/seed → status, of a runs.csv."""
-    with open(folder / "runs.csv") as file:
-        return {f"{row['arm']}/{row['seed']}": row["status"] for row in csv.DictReader(file)}
+    rows = table(folder / "runs.csv")
+    return {f"{row['arm']}/{row['seed']}": row["status"] for row in rows}
 
 
 def children(parent: int) -> list[int]:

@@ -46,7 +46,6 @@ def dry_run(folder: Path, *overrides: str) -> int:
         ("method: [{class_path: my.A, init_args: {mu: 1}, name: ours}, {class_path: my.A}]",
          ["ours", "A"]),
         ("method: [method/fedavg], model.participation: [0.1, 0.5]", ["0.1", "0.5"]),
-        ("method: [method/fedavg], seed_everything: [0, 1]", ["fedavg"]),
         ("seed_everything: [0, 1]", ["s"]),
         ("method: [method/fedavg, method/ri], model.participation: [0.1, all]",
          ["fedavg_0.1", "fedavg_all", "ri_0.1", "ri_all"]),
@@ -54,7 +53,6 @@ def dry_run(folder: Path, *overrides: str) -> int:
          ["IID", "Dirichlet-0.1"]),
         ("method: [{configs: [method/fedinit], method.beta: 0.1, model.participation: 0.2}, "
          "{configs: [method/fedavg], model.participation: 0.2}]", ["fedinit-0.1", "fedavg"]),
-        ("model.clip_norm: [null, 10]", ["null", "10"]),
         ("method: [method/fedavg, {configs: [method/fedinit], method.beta: -0.1}]",
          ["fedavg", "fedinit--0.1"]),
         ("model.server_lr_decay: [-1, 1]", ["-1", "1"]),
@@ -125,9 +123,8 @@ def test_what_is_chosen_of_a_method_is_chosen_by_the_arms_that_have_it(tmp_path:
     text = "configs: [base]\ngrid: {method: [method/fedavg, method/fedinit, [method/scaffold, "
     text += "method/ri]]}\nselect: {over: {method.beta: [0.1, 0.2]}, seeds: [7]}"
     found = tried(tmp_path, text)
-    assert [(each.arm, each.choice["method.beta"]) for each in found] == [
-        (arm, beta) for arm in ("fedinit", "scaffold-ri") for beta in (0.1, 0.2)
-    ]
+    expected = [(arm, beta) for arm in ("fedinit", "scaffold-ri") for beta in (0.1, 0.2)]
+    assert [(each.arm, each.choice["method.beta"]) for each in found] == expected
     assert found[0].runs[0].place == "select/fedinit/0.1/seed-7"
     with pytest.raises(UserError, match=r"method\.gamma: no arm has a method with this option"):
         tried(tmp_path, text.replace("method.beta", "method.gamma"))
@@ -279,7 +276,6 @@ def test_what_cannot_be_selected(tmp_path: Path, text: str, message: str) -> Non
         ("fixed: {ckpt_path: last}", "the sweep sets ckpt_path itself"),
         ("fixed: [1]", "fixed=[1] is not accepted; it has to be a mapping"),
         ("select: {over: {model.clip_norm: [1]}}", "select needs over"),
-        ("select: {over: {model.clip_norm: [1]}, seeds: [7], rounds: 0}", "select.rounds=0 is not"),
         ("select: {over: {model.clip_norm: [1]}, seeds: [7], val_fraction: 1}", "val_fraction=1"),
         ("select: {ovr: {}}", "select.ovr is not known. Did you mean 'over'"),
         ("[1]", "a sweep is a mapping"),

@@ -3,7 +3,6 @@ the closing table of a sweep."""
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from fl_lightning.lab.sweep.run_queue import ProgressTable
 from fl_lightning.lab.sweep.selection import Candidate, choose
 from fl_lightning.lab.sweep.sweep_file import Selection
 from fl_lightning.lab.sweep.sweep_folder import DIVERGED, DONE, WAITING
+from tests.helpers.commands import table
 from tests.report.folders import make_run
 
 INF = float("inf")
@@ -43,6 +43,7 @@ def chosen(folder: Path, metric: str, arms: Mapping[str, Tried]) -> dict[str, An
     return {arm: choice["lr"] for arm, choice in choose(folder, selection, found, states).items()}
 
 
+ZEROS, HALVES, LATE = [(DONE, [0.0] * 3)], [(DONE, [0.5] * 3)], [0.1, 0.1, INF]
 BELOW_0 = {"1e6": [(DIVERGED, [-9e9])], "1e-4": [(DONE, [-0.7] * 3)], "0": [(DIVERGED, [])]}
 
 
@@ -53,26 +54,16 @@ BELOW_0 = {"1e6": [(DIVERGED, [-9e9])], "1e-4": [(DONE, [-0.7] * 3)], "0": [(DIV
         ("val/r2", BELOW_0, {"1e6": "", "1e-4": "-0.7", "0": ""}),
         ("val/my_elbo", BELOW_0, {"1e6": "", "1e-4": "-0.7", "0": ""}),
         # a lost run is no equal of one that scores 0
-        (
-            "val/acc",
-            {"1e6": [(DIVERGED, [0.4])], "1e-4": [(DONE, [0.0] * 3)]},
-            {"1e6": "0.0", "1e-4": "0.0"},
-        ),
-        *(
-            (
-                "val/loss",
-                {"0.02": [(DONE, values)], "1e-4": [(DONE, [0.5] * 3)]},
-                {"0.02": "", "1e-4": "0.5"},
-            )
-            for values in ([INF] * 3, [NAN] * 3, [0.1, 0.1, INF])
-        ),
+        ("val/acc", {"1e6": [(DIVERGED, [0.4])], "1e-4": ZEROS}, {"1e6": "0.0", "1e-4": "0.0"}),
+        ("val/loss", {"0.02": [(DONE, [NAN] * 3)], "1e-4": HALVES}, {"0.02": "", "1e-4": "0.5"}),
+        ("val/loss", {"0.02": [(DONE, LATE)], "1e-4": HALVES}, {"0.02": "", "1e-4": "0.5"}),
     ],
 )
 def test_a_candidate_that_has_lost_is_not_chosen(
     tmp_path: Path, metric: str, tried: Tried, scores: dict[str, str]
 ) -> None:
     assert chosen(tmp_path, metric, {"arm": tried}) == {"arm": "1e-4"}
-    rows = list(csv.DictReader((tmp_path / "select.csv").read_text().splitlines()))
+    rows = table(tmp_path / "select.csv")
     assert {row["lr"]: row[f"{metric} (tail)"] for row in rows} == scores
 
 

@@ -10,22 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fl_lightning import FederatedModule, InMemoryDataModule, UserError
-from fl_lightning.systems import (
-    Buffered,
-    Constant,
-    Devices,
-    HalfNormal,
-    Hinge,
-    LogNormal,
-    LogNormalJitter,
-    Polynomial,
-    SystemHeterogeneity,
-    Tiers,
-    Trace,
-    VirtualClock,
-    schedule,
-)
+from fl_lightning import FederatedModule, InMemoryDataModule, UserError, systems
 from tests.helpers.federation import Network, samples
 from tests.oracles import events
 
@@ -74,34 +59,36 @@ def drawn_system(seed: int) -> dict[str, Any]:
 def of_ours(kind: tuple[Any, ...] | None) -> Any:
     if kind is None:
         return math.inf
-    made = {"constant": Constant, "lognormal": LogNormal, "tiers": Tiers}[kind[0]]
+    made = {"constant": systems.Constant, "lognormal": systems.LogNormal, "tiers": systems.Tiers}[
+        kind[0]
+    ]
     return made(*kind[1:])
 
 
-def devices(given: dict[str, Any]) -> Devices:
-    jitter = {None: None, "half": HalfNormal(), 0.5: LogNormalJitter(0.5)}[given["jitter"]]
+def devices(given: dict[str, Any]) -> systems.Devices:
+    jitter = {None: None, "half": systems.HalfNormal(), 0.5: systems.LogNormalJitter(0.5)}[
+        given["jitter"]
+    ]
     ways = (of_ours(given["up"]), of_ours(given["down"]))
-    return Devices(of_ours(given["compute"]), jitter, *ways, latency=given["latency"])
+    return systems.Devices(of_ours(given["compute"]), jitter, *ways, latency=given["latency"])
 
 
 def both(given: dict[str, Any], asynchronous: bool) -> tuple[list[Any], list[Any]]:
     """Our schedule, and the other program's, as tuples."""
     data = federation()
-    system = SystemHeterogeneity(given["dropout"], given["min_work"], given["availability"])
+    system = systems.SystemHeterogeneity(given["dropout"], given["min_work"], given["availability"])
     callbacks: list[Any] = [system]
     options: dict[str, Any] = {"participation": given["n"]}
     if asynchronous:
-        options["asynchronous"] = Buffered(
-            devices(given),
-            given["size"],
-            given["concurrency"],
-            max_staleness=given["max_staleness"],
+        max_staleness = given["max_staleness"]
+        options["asynchronous"] = systems.Buffered(
+            devices(given), given["size"], given["concurrency"], max_staleness=max_staleness
         )
     else:
-        clock = VirtualClock(devices(given), given["deadline"], given["over"])
+        clock = systems.VirtualClock(devices(given), given["deadline"], given["over"])
         callbacks.append(clock)
     module = FederatedModule(Network(), seed=given["seed"], local_epochs=1.5, **options)
-    ours = schedule(module, data, given["rounds"], callbacks)
+    ours = systems.schedule(module, data, given["rounds"], callbacks)
     numbers = module.global_vector.numel() * 8
     batches = [math.ceil(n / BATCH) for n in data.client_sizes()]
     steps = [n + math.ceil(n / 2) for n in batches]
@@ -121,20 +108,20 @@ def test_the_schedule_is_that_of_another_program(seed: int, asynchronous: bool) 
 
 
 def test_staleness_counts_as_the_rules_say() -> None:
-    devices = Devices(Constant(1.0))
-    assert Buffered(devices).weight(3) == 0.5
-    assert Buffered(devices, staleness="constant").weight(7) == 1.0
-    assert Buffered(devices, staleness=Polynomial(1.0)).weight(3) == 0.25
-    hinge = Buffered(devices, staleness=Hinge(10.0, 4.0))
+    devices = systems.Devices(systems.Constant(1.0))
+    assert systems.Buffered(devices).weight(3) == 0.5
+    assert systems.Buffered(devices, staleness="constant").weight(7) == 1.0
+    assert systems.Buffered(devices, staleness=systems.Polynomial(1.0)).weight(3) == 0.25
+    hinge = systems.Buffered(devices, staleness=systems.Hinge(10.0, 4.0))
     assert [hinge.weight(tau) for tau in (0, 4, 5, 6)] == [1.0, 1.0, 1 / 11, 1 / 21]
-    assert Buffered(devices, mixing=0.6, staleness=Polynomial(0.5)).weight(3) == 0.3
-    assert Buffered(devices, mixing=0.6).size == 1 and Buffered(devices).size == 10
+    assert systems.Buffered(devices, mixing=0.6, staleness=systems.Polynomial(0.5)).weight(3) == 0.3
+    assert systems.Buffered(devices, mixing=0.6).size == 1 and systems.Buffered(devices).size == 10
 
 
 def test_a_traces_lines_are_clients_in_turn(tmp_path: Path) -> None:
     path = tmp_path / "speeds.txt"
     path.write_text("0.5\n\n2\n1e-1\n")
-    assert Trace(str(path)).of_clients(seed=0, m=5).tolist() == [0.5, 2.0, 0.1, 0.5, 2.0]
+    assert systems.Trace(str(path)).of_clients(seed=0, m=5).tolist() == [0.5, 2.0, 0.1, 0.5, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -146,34 +133,36 @@ def test_a_damaged_trace_is_named(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "speeds.txt"
     path.write_text(text)
     with pytest.raises(UserError, match=says):
-        Trace(str(path))
+        systems.Trace(str(path))
 
 
 def test_tiers_are_cut_at_exact_decimals() -> None:
-    numbers = Tiers([(0.1, 1.0), (0.2, 2.0), (0.7, 3.0)]).of_clients(seed=3, m=45)
+    numbers = systems.Tiers([(0.1, 1.0), (0.2, 2.0), (0.7, 3.0)]).of_clients(seed=3, m=45)
     assert np.unique(numbers, return_counts=True)[1].tolist() == [5, 9, 31]
 
 
 @pytest.mark.parametrize(
     "made",
     [
-        lambda: Tiers([(0.5, 1.0)]),
-        lambda: Tiers("0.5"),  # type: ignore[arg-type]
-        lambda: Constant(0.0),
-        lambda: LogNormal(1.0, -1.0),
-        lambda: Devices(0.1),  # type: ignore[arg-type]
-        lambda: Devices(Constant(1.0), up=0.0),
-        lambda: Devices(Constant(1.0), latency=-1.0),
-        lambda: Buffered(Devices(Constant(1.0)), size=0),
-        lambda: Buffered(Devices(Constant(1.0)), size=2, mixing=0.5),
-        lambda: Buffered(Devices(Constant(1.0)), normalise=True, mixing=0.5),
-        lambda: Buffered(Devices(Constant(1.0)), mixing=1.5),
-        lambda: Buffered(Devices(Constant(1.0)), staleness="none"),
-        lambda: VirtualClock(Devices(Constant(1.0)), over_selection=0.5),
-        lambda: VirtualClock(Devices(Constant(1.0)), deadline=0.0),
-        lambda: SystemHeterogeneity(dropout=1.0),
-        lambda: SystemHeterogeneity(min_work=0.0),
-        lambda: SystemHeterogeneity(availability=[0.5, 1.5]),
+        lambda: systems.Tiers([(0.5, 1.0)]),
+        lambda: systems.Tiers("0.5"),  # type: ignore[arg-type]
+        lambda: systems.Constant(0.0),
+        lambda: systems.LogNormal(1.0, -1.0),
+        lambda: systems.Devices(0.1),  # type: ignore[arg-type]
+        lambda: systems.Devices(systems.Constant(1.0), up=0.0),
+        lambda: systems.Devices(systems.Constant(1.0), latency=-1.0),
+        lambda: systems.Buffered(systems.Devices(systems.Constant(1.0)), size=0),
+        lambda: systems.Buffered(systems.Devices(systems.Constant(1.0)), size=2, mixing=0.5),
+        lambda: systems.Buffered(
+            systems.Devices(systems.Constant(1.0)), normalise=True, mixing=0.5
+        ),
+        lambda: systems.Buffered(systems.Devices(systems.Constant(1.0)), mixing=1.5),
+        lambda: systems.Buffered(systems.Devices(systems.Constant(1.0)), staleness="none"),
+        lambda: systems.VirtualClock(systems.Devices(systems.Constant(1.0)), over_selection=0.5),
+        lambda: systems.VirtualClock(systems.Devices(systems.Constant(1.0)), deadline=0.0),
+        lambda: systems.SystemHeterogeneity(dropout=1.0),
+        lambda: systems.SystemHeterogeneity(min_work=0.0),
+        lambda: systems.SystemHeterogeneity(availability=[0.5, 1.5]),
     ],
 )
 def test_what_cannot_be_is_refused(made: Any) -> None:

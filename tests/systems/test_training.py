@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from pathlib import Path
@@ -14,21 +13,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import Coefficient, FederatedCallback, UserError
-from fl_lightning.callbacks import (
-    CommunicationLogger,
-    ControlVariates,
-    DynamicRegularization,
-    ErrorFeedback21,
-    LowRankUpdate,
-    PowerOfChoice,
-    ProximalTerm,
-    QuantizedUpdate,
-    RandomEpochs,
-    RandomK,
-    RelaxedInitialization,
-    SignUpdate,
-    TopKCompression,
-)
+from fl_lightning import callbacks as c
 from fl_lightning.lab.contracts.federation import fit, in_processes, outcome, quiet, require_same
 from fl_lightning.schedules import Steps
 from fl_lightning.systems import (
@@ -41,6 +26,7 @@ from fl_lightning.systems import (
     SystemHeterogeneity,
     VirtualClock,
 )
+from tests.helpers.commands import table
 from tests.helpers.federation import _batches, network
 from tests.helpers.zygote import Cli
 from tests.oracles import events
@@ -78,14 +64,8 @@ def test_it_is_the_rule_by_hand(engine: str, weighting: str, options: dict[str, 
     """w ← w + Σ p σ(τ) (x_s - w^{v_s}), each client on the model that it was given."""
     asynchronous = Buffered(UNEQUAL, concurrency=5, **options)
     system = SystemHeterogeneity(dropout=0.2, min_work=0.5, availability=0.8)
-    ours = network(
-        [system],
-        ROUNDS,
-        engine=engine,
-        asynchronous=asynchronous,
-        weighting=weighting,
-        lr_decay=0.9,
-    )
+    given = {"engine": engine, "asynchronous": asynchronous, "weighting": weighting}
+    ours = network([system], ROUNDS, **given, lr_decay=0.9)
     module = ours.module
     data = module.trainer.datamodule
     epochs = [math.ceil(n / 4) for n in data.client_sizes()]
@@ -186,8 +166,8 @@ def test_equal_devices_and_a_buffer_for_all_that_run_are_fedavg_to_the_bit() -> 
 
 def test_a_clock_that_waits_for_all_is_fedavg_to_the_bit() -> None:
     with quiet():
-        average = fit([ControlVariates()])
-        ours = fit([ControlVariates(), VirtualClock(UNEQUAL), SystemHeterogeneity()])
+        average = fit([c.ControlVariates()])
+        ours = fit([c.ControlVariates(), VirtualClock(UNEQUAL), SystemHeterogeneity()])
     left = {k: v for k, v in outcome(ours).items() if k in outcome(average)}
     require_same(left, outcome(average), 0.0, "the clock", "")
 
@@ -196,7 +176,9 @@ def test_whoever_is_too_late_or_drops_out_has_not_trained() -> None:
     """The accepted clients' rounds are those of a run in which they alone take part."""
     clock = VirtualClock(UNEQUAL, deadline=0.3, over_selection=1.5)
     system = SystemHeterogeneity(dropout=0.3)
-    ours = network([clock, system, RelaxedInitialization(0.1, "updates")], ROUNDS, participation=4)
+    ours = network(
+        [clock, system, c.RelaxedInitialization(0.1, "updates")], ROUNDS, participation=4
+    )
     given = SYSTEM | {"availability": None, "min_work": 1.0, "dropout": 0.3}
     sizes = ours.module.trainer.datamodule.client_sizes()
     steps = [n + math.ceil(n / 2) for n in (math.ceil(s / 4) for s in sizes)]
@@ -209,10 +191,8 @@ def test_whoever_is_too_late_or_drops_out_has_not_trained() -> None:
     for t, expected in enumerate(rounds):
         logged = ours.record.metrics[t]
         assert logged["time/virtual"] == pytest.approx(expected["time"] / 1e6)
-        assert [logged["system/late"], logged["system/dropped"]] == [
-            expected["late"],
-            expected["dropped"],
-        ]
+        found = [logged["system/late"], logged["system/dropped"]]
+        assert found == [expected["late"], expected["dropped"]]
         rows = ours.record.rows[t]["RelaxedInitialization.last"]
         changed = {i for i in rows if not np.array_equal(rows[i], previous.get(i, np.nan))}
         assert changed == set(expected["accepted"])
@@ -222,7 +202,7 @@ def test_whoever_is_too_late_or_drops_out_has_not_trained() -> None:
 def test_who_dropped_out_was_sent_the_model_and_sent_nothing() -> None:
     system = SystemHeterogeneity(dropout=0.5)
     with quiet():
-        ours = fit([system, CommunicationLogger()], rounds=6, participation=4)
+        ours = fit([system, c.CommunicationLogger()], rounds=6, participation=4)
         logged = {k: float(v) for k, v in ours.trainer.callback_metrics.items()}
         drops = [system.conditions(ours.run_seed, 6).drops(t, i) for t in range(6) for i in
                  ours.participants(t)]  # fmt: skip
@@ -232,15 +212,13 @@ def test_who_dropped_out_was_sent_the_model_and_sent_nothing() -> None:
     assert 0 < sum(drops) < 24
 
 
-@pytest.mark.parametrize("method", [None, DynamicRegularization, ProximalTerm])
+@pytest.mark.parametrize("method", [None, c.DynamicRegularization, c.ProximalTerm])
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path, method: Any) -> None:
-    options: dict[str, Any] = {
-        "asynchronous": Buffered(UNEQUAL, size=2, concurrency=4),
-        "folder": str(tmp_path),
-    }
+    asynchronous = Buffered(UNEQUAL, size=2, concurrency=4)
+    options: dict[str, Any] = {"asynchronous": asynchronous, "folder": str(tmp_path)}
 
     def callbacks() -> list[Any]:
-        return [SystemHeterogeneity(0.1), CommunicationLogger(), *([method()] if method else [])]
+        return [SystemHeterogeneity(0.1), c.CommunicationLogger(), *([method()] if method else [])]
 
     with quiet():
         whole = fit(callbacks(), rounds=7, **{**options, "folder": str(tmp_path / "whole")})
@@ -253,13 +231,13 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, method: Any) -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        lambda: QuantizedUpdate(7),
-        lambda: SignUpdate(),
-        lambda: RandomK(0.3, memory=True),
-        lambda: LowRankUpdate(1),
-        lambda: TopKCompression(0.2),
-        lambda: ErrorFeedback21(TopKCompression(0.2)),
-        lambda: RandomEpochs(1, 3),
+        lambda: c.QuantizedUpdate(7),
+        lambda: c.SignUpdate(),
+        lambda: c.RandomK(0.3, memory=True),
+        lambda: c.LowRankUpdate(1),
+        lambda: c.TopKCompression(0.2),
+        lambda: c.ErrorFeedback21(c.TopKCompression(0.2)),
+        lambda: c.RandomEpochs(1, 3),
     ],
     ids=["QSGD", "sign", "rand-k", "PowerSGD", "top-k", "EF21", "epochs"],
 )
@@ -282,7 +260,7 @@ def test_what_is_sent_is_complete_in_itself(
 @pytest.mark.parametrize(
     ("callbacks", "options", "says"),
     [
-        ([ControlVariates()], {}, "ControlVariates does not say that it tolerates staleness"),
+        ([c.ControlVariates()], {}, "ControlVariates does not say that it tolerates staleness"),
         ([VirtualClock(UNEQUAL)], {}, "has its own clock"),
         ([], {"sampling": "poisson"}, "sampling='poisson' beside asynchronous"),
         ([], {"asynchronous": Buffered(UNEQUAL, size=7)}, "size=7 is more than the 6 clients"),
@@ -292,7 +270,11 @@ def test_what_is_sent_is_complete_in_itself(
             {"asynchronous": None, "sampling": "poisson"},
             "VirtualClock: sampling='poisson'",
         ),
-        ([VirtualClock(UNEQUAL), PowerOfChoice(4)], {"asynchronous": None}, "cannot run together"),
+        (
+            [VirtualClock(UNEQUAL), c.PowerOfChoice(4)],
+            {"asynchronous": None},
+            "cannot run together",
+        ),
         ([SystemHeterogeneity(availability=[0.5])], {"asynchronous": None}, "1 probabilities"),
     ],
 )
@@ -309,7 +291,7 @@ def test_two_processes_leave_the_bits_of_one(asynchronous: Any) -> None:
     system = SystemHeterogeneity(dropout=0.2, min_work=0.5)
 
     def job(**trainer: Any) -> dict[str, torch.Tensor]:
-        callbacks = [*clock, system, DynamicRegularization()]
+        callbacks = [*clock, system, c.DynamicRegularization()]
         with quiet():
             return outcome(fit(callbacks, 6, asynchronous=asynchronous, trainer=trainer))
 
@@ -334,6 +316,6 @@ def test_a_config_of_a_system_runs_and_logs_its_columns(cli: Cli, name: str) -> 
     done = cli("fit", "-c", "base", "-c", "data/digits", "-c", name, *short)
     assert done.returncode == 0, done.stderr
     (folder,) = (cli.folder / "runs").iterdir()
-    rows = list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
+    rows = table(folder / "metrics.csv")
     assert len(rows) == 2 and COLUMNS[name] <= {key for key, value in rows[1].items() if value}
     assert json.loads((folder / "run.json").read_text())["title"] == TITLES.get(name, "FedAvg")
