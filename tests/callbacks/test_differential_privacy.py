@@ -30,6 +30,7 @@ class Sent(FederatedCallback):
 
 
 def known(*arguments, **named):
+    """With noise and coins that a test can compute."""
     return DifferentialPrivacy(*arguments, noise_seed=1, **named)
 
 
@@ -92,6 +93,7 @@ def test_the_round_is_algorithm_1(sigma):
 
 
 def fit_start():
+    """w^0 of the contracts' learner."""
     begun = []
     with quiet():
         fit([], 1, started=lambda module: begun.append(module.global_vector.detach().clone()))
@@ -130,8 +132,10 @@ def test_what_is_spent_agrees_with_two_accountants():
 
 
 def test_little_noise_has_its_price_in_moderate_time_and_memory():
-    """At dp-accounting's own grid, σ = 0.05 takes gigabytes. Its ε is that of a finer grid where
-    there is one."""
+    """At dp-accounting's own grid, σ = 0.05 takes gigabytes.
+
+    Its ε is that of a finer grid where there is one.
+    """
     pytest.importorskip("dp_accounting")
     assert epsilon(0.1, 0.1, 100, 1e-5) == pytest.approx(1200.576, rel=1e-5)
     spent = [epsilon(sigma, 0.1, 2, 1e-5) for sigma in (0.3, 0.05, 0.001, 1e-5)]
@@ -172,8 +176,9 @@ def test_a_target_without_an_end_of_the_run_is_refused():
 
 def test_the_least_noise_is_found_to_1_part_in_ten_thousand():
     pytest.importorskip("dp_accounting")
-    sigma = calibrated(2000.0, 1.0, 1, 1e-5)
-    assert epsilon(sigma, 1.0, 1, 1e-5) <= 2000.0 < epsilon(sigma * (1 - 1.1e-4), 1.0, 1, 1e-5)
+    for target in (2000.0, 0.5):
+        sigma = calibrated(target, 1.0, 1, 1e-5)
+        assert epsilon(sigma, 1.0, 1, 1e-5) <= target < epsilon(sigma * (1 - 1.1e-4), 1.0, 1, 1e-5)
 
 
 def test_a_target_alone_chooses_the_noise_and_a_resumed_run_keeps_it(tmp_path):
@@ -224,10 +229,23 @@ class Sends(FederatedCallback):
     more = Upload()
 
 
+class Swaps(FederatedCallback):
+    """Puts the mean of raw changes in the place of the noised one."""
+
+    raw = Upload(sent=False)
+
+    def on_local_end(self, clients):
+        self.raw[clients] = clients.x - clients.w
+
+    def on_server_update(self, server):
+        server.update = self.raw.mean()
+
+
 @pytest.mark.parametrize(
     ("others", "arguments", "said"),
     [
         ([Sends()], {}, "Sends cannot run together"),
+        ([Swaps()], {}, "Swaps cannot run together"),
         ([Peeks()], {}, "it sees all updates"),
     ],
 )
@@ -315,3 +333,14 @@ def test_the_bound_follows_a_quantile_of_the_norms(sigma, deviation):
         clip *= math.exp(-rate * (0.5 + inside / expected - gamma))
         kept = module.server_states["DifferentialPrivacy.limit"]
         assert float(kept) == pytest.approx(clip, rel=1e-12)
+
+
+@pytest.mark.parametrize("first", [1e-4, 10.0])
+def test_the_bound_comes_to_the_quantile_from_both_sides(first):
+    """The published slip counts clipped updates by the rule for unclipped ones, and runs away."""
+    everyone = {"participation": 1.0, "lr_decay": 1.0}
+    method = adaptive(first, 0.0, 0.5, clip_learning_rate=1.0)
+    module = run(method, Sent(), rounds=40, **everyone)
+    norms = [float(module.client_rows.read("Sent.update", i).norm()) for i in range(M)]
+    clip = float(module.server_states["DifferentialPrivacy.limit"])
+    assert min(norms) * 0.5 < clip < max(norms) * 2

@@ -1,5 +1,7 @@
-"""What a private run draws from. A secret that is in one file, the same after a resume, and never
-the same twice."""
+"""What a private run draws from.
+
+A secret that is in one file, the same after a resume, and never the same twice.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +35,8 @@ def run(*methods, rounds=1, **arguments):
 
 
 class Wide(Learner):
+    """Some thousand parameters."""
+
     def __init__(self):
         super().__init__()
         generator = torch.Generator().manual_seed(3)
@@ -44,6 +48,7 @@ class Wide(Learner):
 
 
 def neighbours():
+    """Data, and the same with other samples of one client."""
     rng = np.random.default_rng(3)
     x, y = rng.normal(size=(sum(SIZES), 3)), rng.integers(0, 3, sum(SIZES))
     ends = np.cumsum(SIZES)
@@ -63,8 +68,10 @@ def released(federation, method, rounds=1):
 
 
 def test_neighbouring_data_and_one_seed_do_not_cancel_the_noise():
-    """The difference of the models is that of two draws, √2 times as wide as one. It tells nothing
-    but noise."""
+    """The difference of the models is that of two draws, √2 times as wide as one.
+
+    It tells nothing but noise.
+    """
     clip, sigma = 0.05, 20.0
     deviation = sigma * clip / len(SIZES)
     ours, theirs = (
@@ -289,7 +296,8 @@ class ReadsWeights(FederatedCallback):
 
 
 @pytest.mark.parametrize(
-    "reader", [Reads, ReadsRows, ReadsStaged, Measures, Weighted, ReadsNumber, ReadsWeights]
+    "reader",
+    [Reads, ReadsRows, ReadsStaged, Measures, Weighted, ReadsNumber, ReadsWeights],
 )
 def test_methods_of_a_user_s_that_go_round_the_noise_are_refused(reader):
     with pytest.raises(UserError, match="in a private run"):
@@ -297,11 +305,50 @@ def test_methods_of_a_user_s_that_go_round_the_noise_are_refused(reader):
     run(reader(), participation=1.0)  # without privacy they may
 
 
+class LogsNumber(FederatedCallback):
+    """A logger of a user's, which changes nothing."""
+
+    role = "measurement"
+
+    def on_server_update(self, server):
+        server.log("participants", server.n + 0 * len(server.ids))
+
+
+def test_who_takes_part_may_be_logged():
+    """It is outside the guarantee, which a note says."""
+    logged = run(DifferentialPrivacy(0.5, 1.0), LogsNumber(), participation=1.0)
+    assert logged.trainer.callback_metrics["participants"] == len(SIZES)
+
+
 def test_the_released_step_is_not_scaled_by_how_many_took_part():
     """Its length would show n, and without participants its noise would be lost."""
     with pytest.raises(UserError, match=r"MuonDirection and DifferentialPrivacy.* n/m"):
         run(DifferentialPrivacy(0.5, 1.0), callbacks.MuonDirection(average="all"))
     run(DifferentialPrivacy(0.5, 1.0), callbacks.MuonDirection())
+
+
+class ReadsLogger(FederatedCallback):
+    """Takes from a logger beside it what that sums."""
+
+    def __init__(self, logger, name):
+        super().__init__()
+        self.logger = logger
+        self.name = name
+
+    def on_server_update(self, server):
+        of_logger = getattr(self.logger, self.name)
+        server.update = of_logger if isinstance(of_logger, torch.Tensor) else of_logger.mean()
+
+
+@pytest.mark.parametrize(
+    ("logger", "name"), [(callbacks.DriftLogger, "direction"), (callbacks.DivergenceLogger, "sum")]
+)
+def test_what_a_logger_sums_is_read_by_nobody_else(logger, name):
+    """The logger itself runs beside privacy, and its sums have no noise."""
+    beside = logger()
+    with pytest.raises(UserError, match=f"ReadsLogger reads .*{name} in a private run"):
+        run(DifferentialPrivacy(0.5, 1.0), beside, ReadsLogger(beside, name), participation=1.0)
+    run(DifferentialPrivacy(0.5, 1.0), logger(), rounds=2, participation=1.0)
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -322,6 +369,30 @@ def test_who_takes_part_is_not_known_before_the_fit_begins():
 
     with pytest.raises(UserError, match="draws its participants from a secret"):
         run(learner=Asks())
+
+
+class Counts(Learner):
+    """Its one buffer is ``held``; ``late``: made by ``configure_model``."""
+
+    def __init__(self, held, late=False):
+        super().__init__(embedding=False)
+        self.held_value, self.late = held, late
+        self.configure_model() if not late else None
+
+    def configure_model(self):
+        if "held" not in self._buffers:
+            self.register_buffer("held", self.held_value)
+
+
+@pytest.mark.parametrize(("dtype", "late"), [(torch.int64, False), (torch.complex64, True)])
+def test_buffers_of_every_kind_of_number_are_refused(dtype, late):
+    """A count of a client's samples, too."""
+    with pytest.raises(UserError, match="the buffer held neither clipped nor noised"):
+        run(
+            DifferentialPrivacy(1.0, 1.0),
+            learner=Counts(torch.zeros(2, dtype=dtype), late),
+            buffers="average",
+        )
 
 
 class Writes(Learner):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fl_lightning import ClientState, FederatedCallback, InMemoryDataModule, UserError
 from fl_lightning import callbacks as c
 from fl_lightning.callbacks import RecordPrivacy
-from fl_lightning.datamodules import FromDatasets
+from fl_lightning.datamodules import FromDatasets, FromTable
 from fl_lightning.lab.contracts import federation
 from fl_lightning.lab.contracts.federation import SIZES, Learner, data, in_processes, outcome, quiet
 from fl_lightning.round.privacy import calibrated, epsilon
@@ -35,6 +35,7 @@ def run(*methods: Any, rounds: int = 2, **arguments: Any) -> Any:
 
 
 def known(clip: float = 0.5, sigma: float | None = 0.7, **named: Any) -> RecordPrivacy:
+    """With noise and coins that a test can compute."""
     return RecordPrivacy(clip, sigma, noise_seed=1, **named)
 
 
@@ -84,6 +85,8 @@ def test_it_is_the_rule(name: str, sigma: float) -> None:
 
 
 class Half(FederatedCallback):
+    """Clients train every second coordinate."""
+
     alike = True
 
     def trained(self, clients: Any) -> Tensor:
@@ -107,6 +110,15 @@ def test_without_noise_and_clipping_full_batches_are_fedavg() -> None:
     ours = run(RecordPrivacy(math.inf, 0.0), federation=data(batch_size=None))
     average = run(federation=data(batch_size=None))
     assert torch.allclose(ours.global_vector, average.global_vector, rtol=0, atol=1e-12)
+
+
+def test_samples_together_in_parts_and_alone_agree() -> None:
+    ends = [
+        run(known(samples_at_once=n), buffers="keep", learner=Learner(buffers=False))
+        for n in (None, 1, 2, 3)
+    ]
+    for other in ends[1:]:
+        assert torch.allclose(ends[0].global_vector, other.global_vector, rtol=0, atol=1e-12)
 
 
 class Branching(Learner):
@@ -134,6 +146,8 @@ def test_writes_to_buffers_are_undone() -> None:
 
 
 class Masked(pl.LightningModule):
+    """A linear model behind dropout."""
+
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 3).double())
@@ -255,13 +269,20 @@ def test_one_sum_at_two_scales_or_of_two_steps_has_other_noise() -> None:
 
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
 def test_epsilon_is_the_library_s(sampling: Any) -> None:
-    """Some settings: of the client that has spent most, after two rounds of all clients."""
+    """Ten settings each: of the client that has spent most, after two rounds of all clients."""
     dp = pytest.importorskip("dp_accounting")
     from dp_accounting.pld import PLDAccountant
 
     for sigma, batch, steps, delta in [
-        (6.0, 4, 3, 1e-5),  # the library takes long for little noise
-        (4.0, 4, 7, 1e-3),
+        (1.0, 4, 1, 1e-5),  # the library takes long for little noise
+        (2.0, 4, 3, 1e-5),
+        (4.0, 4, 3, 1e-5),
+        (4.0, 2, 3, 1e-5),
+        (4.0, 1, 3, 1e-5),
+        (6.0, 4, 3, 1e-5),
+        (4.0, 4, 7, 1e-5),
+        (4.0, 4, 3, 1e-3),
+        (2.5, 3, 2, 1e-6),
         (3.0, None, 5, 1e-5),
     ]:
         module = run(
@@ -518,6 +539,28 @@ def test_what_is_measured_on_samples_is_named() -> None:
     assert any("the measurements of DriftLogger" in note for note in module.notes)
 
 
+def test_values_that_the_data_compute_from_all_samples_are_named() -> None:
+    """Each sample of a standardised table depends on the client's others."""
+    pd = pytest.importorskip("pandas", reason="pip install 'fl-lightning[tables]'")
+    draw = np.random.default_rng(0)
+    frame = pd.DataFrame(draw.normal(size=(60, 3)), columns=["a", "b", "c"])
+    frame["y"] = draw.integers(0, 3, 60)
+    frame["who"] = np.arange(60) % 6
+    scaled = FromTable(frame, target="y", client="who", scale="client", batch_size=4)
+    module = run(known(), federation=scaled, learner=InSingle())
+    assert any("the means and deviations of the columns" in note for note in module.notes)
+
+
+class InSingle(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
 def test_a_client_that_has_a_sample_twice_is_refused(sampling: Any) -> None:
     """It would move the client's sum by twice C."""
@@ -542,6 +585,8 @@ def test_values_that_mean_nothing_are_refused(given: dict[str, Any]) -> None:
 
 
 class Along(pl.LightningModule):
+    """Whose gradient of a sample is the sample."""
+
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.zeros(3, dtype=torch.float64))
@@ -551,6 +596,8 @@ class Along(pl.LightningModule):
 
 
 class Sent(FederatedCallback):
+    """Keeps what each client sends."""
+
     u = ClientState(synchronised=False)
 
     def on_local_end(self, clients: Any) -> None:
@@ -558,10 +605,12 @@ class Sent(FederatedCallback):
 
 
 def test_an_attacker_finds_less_than_epsilon_allows() -> None:
-    """A sample in or out of 400 clients, each a run of its own: four steps on all samples. The
-    sample's gradient has the direction that the others lack, so the best test is how far a client
-    moves along it."""
-    sigma, delta, clients = 2.0, 1e-5, 400
+    """A sample in or out of 2,000 clients, each a run of its own: four steps on all samples.
+
+    The sample's gradient has the direction that the others lack, so the best test is how far a
+    client moves along it.
+    """
+    sigma, delta, clients = 2.0, 1e-5, 2000
     scores = []
     for inside in (1.0, 0.0):
         x = torch.tensor([[5.0 * inside, 0, 0], [0, 1, 0], [0, 0, 1]], dtype=torch.float64)

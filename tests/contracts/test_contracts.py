@@ -23,6 +23,7 @@ from fl_lightning.lab.contracts.federation import (
     in_processes,
     outcome,
     quiet,
+    require_same,
 )
 from fl_lightning.testing import INVARIANTS, _checked, check_method
 from tests.helpers.wrong_methods import WRONG, AttributeInHook, Nothing, RowNorms

@@ -20,8 +20,10 @@ class Problem(Protocol):
 
 
 class TwoLayer:
-    """linear, tanh, linear, mean softmax cross-entropy. w is weight1 (hidden, d_in), bias1, weight2
-    (classes, hidden), bias2, each in C order."""
+    """linear, tanh, linear, mean softmax cross-entropy.
+
+    w is weight1 (hidden, d_in), bias1, weight2 (classes, hidden), bias2, each in C order.
+    """
 
     def __init__(self, d_in: int, hidden: int, classes: int) -> None:
         self.shapes = [(hidden, d_in), (hidden,), (classes, hidden), (classes,)]
@@ -54,8 +56,10 @@ class TwoLayer:
 
 
 class Quadratic:
-    """f_i(w) = 0.5 (w - b_i)^T A_i (w - b_i); the batch is ignored. Curvature (m, D, D), centre (m,
-    D)."""
+    """f_i(w) = 0.5 (w - b_i)^T A_i (w - b_i); the batch is ignored.
+
+    Curvature (m, D, D), centre (m, D).
+    """
 
     def __init__(self, curvature: npt.NDArray[np.float64], centre: npt.NDArray[np.float64]) -> None:
         self.curvature, self.centre, self.size = curvature, centre, centre.shape[1]
@@ -64,12 +68,21 @@ class Quadratic:
         g: Vector = self.curvature[client] @ (w - self.centre[client])
         return g
 
+    def optimum(self) -> Vector:
+        """Of the uniform mean of all clients' objectives."""
+        pull = np.einsum("idk,ik->d", self.curvature, self.centre)
+        optimum: Vector = np.linalg.solve(self.curvature.sum(axis=0), pull)
+        return optimum
+
 
 @dataclass(frozen=True)
 class Schedule:
     """Who takes part and on what: rounds[t][i] is the list of the K_i batches of client i in round
-    t. Clients that dropped out are not listed. data[i], all of a client's samples as one batch, is
-    read by SCAFFOLD's "gradient" estimate alone. sizes: N_i of all m registered clients."""
+    t.
+
+    Clients that dropped out are not listed. data[i], all of a client's samples as one batch, is
+    read by SCAFFOLD's "gradient" estimate alone. sizes: N_i of all m registered clients.
+    """
 
     rounds: Sequence[Mapping[int, Sequence[Batch]]]
     sizes: Sequence[int]
