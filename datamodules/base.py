@@ -13,7 +13,6 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
-from fl_lightning.accepted import BelowOne, PositiveInt
 from fl_lightning.datamodules.batches import batch_sizes
 from fl_lightning.datamodules.batches.augmentations import (
     MIXING,
@@ -62,6 +61,7 @@ from fl_lightning.datamodules.partitions.split_summary import (
     save_partition,
 )
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import BelowOne, PositiveInt
 from fl_lightning.introspection.init_args import Given
 from fl_lightning.machine.lightning import pl
 from fl_lightning.sampling import check_seed, generator

@@ -15,7 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_lightning import sampling
-from fl_lightning.accepted import (
+from fl_lightning.checks.notes import (
+    CLASS_LABELS,
+    MEAN_GRADIENT,
+    ROUND_RATE,
+    UNIFORM_OPTIMUM,
+    Note,
+    Refusal,
+    RunFacts,
+)
+from fl_lightning.errors import Diverged, UserError, suggest
+from fl_lightning.introspection.accepted import (
     Above,
     AtLeast,
     AtMost,
@@ -28,16 +38,6 @@ from fl_lightning.accepted import (
     UnitInterval,
     check,
 )
-from fl_lightning.checks.notes import (
-    CLASS_LABELS,
-    MEAN_GRADIENT,
-    ROUND_RATE,
-    UNIFORM_OPTIMUM,
-    Note,
-    Refusal,
-    RunFacts,
-)
-from fl_lightning.errors import Diverged, UserError, suggest
 from fl_lightning.introspection.hook_arguments import asks_for, may_take, takes
 from fl_lightning.introspection.init_args import Given
 from fl_lightning.introspection.papers import Paper

@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fl_lightning.accepted import check
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.introspection.accepted import check
 from fl_lightning.machine.escaping import cells, of_cells
 from fl_lightning.storage.atomic_files import written_aside
 

@@ -14,13 +14,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning import checkpoint
-from fl_lightning.accepted import NonNegativeInt, PositiveFloat, PositiveInt, check_arguments
 from fl_lightning.checks import refusals
 from fl_lightning.client import batch_callbacks
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation import measurement, personal_models, validated_model
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.validated_model import evaluated
+from fl_lightning.introspection.accepted import (
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    check_arguments,
+)
 from fl_lightning.learner import saved_network
 from fl_lightning.learner.buffers import BufferWord
 from fl_lightning.learner.hooks import STEPS, WHERE_OVERRIDDEN, LearnerHooks

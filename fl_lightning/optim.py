@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning.accepted import BelowOne, NonNegativeFloat, PositiveFloat, checked
+from fl_lightning.introspection.accepted import BelowOne, NonNegativeFloat, PositiveFloat, checked
 from fl_lightning.introspection.papers import Paper
 
 

@@ -9,8 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated
 
-from fl_lightning.accepted import AtLeast, AtMost, Checked, FiniteFloat, NonNegativeInt
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import (
+    AtLeast,
+    AtMost,
+    Checked,
+    FiniteFloat,
+    NonNegativeInt,
+)
 from fl_lightning.introspection.init_args import stored
 
 # A number of rounds that is no integer is no mistake.

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.accepted import Above, AtMost, Checked, NonNegativeInt, PositiveInt
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.introspection.accepted import Above, AtMost, Checked, NonNegativeInt, PositiveInt
 from fl_lightning.sampling import generator
 from fl_lightning.schedules import arguments
 

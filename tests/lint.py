@@ -33,7 +33,6 @@ TRIALS = ("tests", "benchmarks", "studies")
 # around runs.
 CORE = """
 errors
-accepted
 introspection
 sampling
 machine
@@ -288,7 +287,7 @@ def breaches_of_methods() -> Iterator[str]:
     """
     shown = ("progress_bar", "run_card", "__init__")  # what is drawn for a reader
     measures = {
-        "accepted",
+        "introspection.accepted",
         "errors",
         "metrics",
         "machine.processes",

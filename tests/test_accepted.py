@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 
 import fl_lightning
-from fl_lightning.accepted import (
+from fl_lightning.callback import FederatedCallback
+from fl_lightning.callbacks import RobustAggregation
+from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import (
     Above,
     AtLeast,
     AtMost,
@@ -28,9 +31,6 @@ from fl_lightning.accepted import (
     fits,
     words_of,
 )
-from fl_lightning.callback import FederatedCallback
-from fl_lightning.callbacks import RobustAggregation
-from fl_lightning.errors import UserError
 from fl_lightning.models import MLP, Classifier
 from fl_lightning.schedules import Cosine, Schedule
 

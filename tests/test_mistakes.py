@@ -12,8 +12,8 @@ import pytorch_lightning as pl
 import torch
 
 from fl_lightning import FederatedModule, UserError
-from fl_lightning.accepted import PositiveFloat, check
 from fl_lightning.checks import optimizers
+from fl_lightning.introspection.accepted import PositiveFloat, check
 from fl_lightning.optim import FedAdagrad, FedAdam
 from fl_lightning.schedules import Cosine, Exponential, Schedule, Steps
 from tests.helpers.learners import Lit, blobs, federated, trainer

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from fl_lightning.accepted import PositiveInt
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.instruction_records import (
     check_messages,
@@ -16,6 +15,7 @@ from fl_lightning.evaluation.instruction_records import (
     question_of,
 )
 from fl_lightning.evaluation.language import LanguageMeasurement, as_measured
+from fl_lightning.introspection.accepted import PositiveInt
 
 
 class ExactMatch(LanguageMeasurement):

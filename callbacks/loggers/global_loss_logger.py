@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fl_lightning.accepted import PositiveInt
 from fl_lightning.evaluation.evaluator import Evaluator, drawn
 from fl_lightning.evaluation.measurement import Measurement
+from fl_lightning.introspection.accepted import PositiveInt
 from fl_lightning.metrics import is_accuracy
 from fl_lightning.round.quantization import ordered_norm
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fl_lightning.accepted import AtLeast, PositiveFloat, PositiveInt
 from fl_lightning.evaluation import curvature
 from fl_lightning.evaluation.evaluator import Evaluator, drawn
 from fl_lightning.evaluation.measurement import Measurement
+from fl_lightning.introspection.accepted import AtLeast, PositiveFloat, PositiveInt
 
 NAMES = ("top_eigenvalue", "top_residual", "trace", "trace_stderr", "norm")
 

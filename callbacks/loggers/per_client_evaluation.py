@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 
-from fl_lightning.accepted import NonNegativeFloat, PositiveInt
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation import personal_models
 from fl_lightning.evaluation.client_tables import (
@@ -30,6 +29,7 @@ from fl_lightning.evaluation.client_tables import (
 )
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.evaluation.validated_model import evaluated
+from fl_lightning.introspection.accepted import NonNegativeFloat, PositiveInt
 from fl_lightning.metrics import (
     Directions,
     comma_separated,

@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from fl_lightning.accepted import (
+from fl_lightning.datamodules.batches.samples import Batch, Change
+from fl_lightning.errors import UserError, suggest
+from fl_lightning.introspection.accepted import (
     AtLeast,
     AtMost,
     NonNegativeInt,
@@ -22,8 +24,6 @@ from fl_lightning.accepted import (
     UnitInterval,
     checked,
 )
-from fl_lightning.datamodules.batches.samples import Batch, Change
-from fl_lightning.errors import UserError, suggest
 from fl_lightning.machine.device_memory import to_device
 
 

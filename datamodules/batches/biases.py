@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fl_lightning.accepted import Checked, NonNegativeFloat
 from fl_lightning.datamodules.batches.samples import Change, TensorSamples
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import Checked, NonNegativeFloat
 from fl_lightning.machine.device_memory import to_device
 from fl_lightning.sampling import generator
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from fl_lightning.accepted import PositiveInt
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import PositiveInt
 
 # PIL's modes to which it converts any picture, with 8 bits per channel or 1.
 Mode = Literal["1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV"]

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.accepted import NonNegativeInt, PositiveFloat, PositiveInt
 from fl_lightning.datamodules.partitions.partition import (
     Indices,
     Partition,
@@ -19,6 +18,7 @@ from fl_lightning.datamodules.partitions.partition import (
     stream,
 )
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class DealtByShares(Partition):

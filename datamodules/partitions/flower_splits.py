@@ -8,7 +8,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.accepted import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
 from fl_lightning.datamodules.partitions.partition import (
     Indices,
     Partition,
@@ -27,6 +26,12 @@ from fl_lightning.datamodules.partitions.partition import (
     tell_left,
 )
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import (
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UnitInterval,
+)
 from fl_lightning.introspection.papers import Paper
 
 

@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.accepted import PositiveFloat, PositiveInt
 from fl_lightning.datamodules.partitions.partition import Indices, LazyClients, Partition, digest
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import PositiveFloat, PositiveInt
 from fl_lightning.introspection.papers import Paper
 from fl_lightning.sampling import generator
 

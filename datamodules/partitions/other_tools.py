@@ -9,7 +9,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.accepted import BelowOne, NonNegativeInt, PositiveFloat, PositiveInt
 from fl_lightning.datamodules.partitions.partition import (
     Indices,
     Partition,
@@ -26,6 +25,7 @@ from fl_lightning.datamodules.partitions.partition import (
     tested,
 )
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import BelowOne, NonNegativeInt, PositiveFloat, PositiveInt
 from fl_lightning.introspection.papers import Paper
 
 TRIES = 1000

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.accepted import PositiveInt, UnitInterval
 from fl_lightning.datamodules.partitions.partition import (
     Indices,
     Partition,
@@ -23,6 +22,7 @@ from fl_lightning.datamodules.partitions.partition import (
     tell_left,
 )
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import PositiveInt, UnitInterval
 from fl_lightning.machine.lightning import rank_zero_warn
 from fl_lightning.sampling import generator
 

@@ -18,8 +18,8 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fl_lightning.accepted import Checked, NonNegativeFloat
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import Checked, NonNegativeFloat
 from fl_lightning.machine.lightning import rank_zero_warn
 from fl_lightning.sampling import generator
 

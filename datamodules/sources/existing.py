@@ -22,7 +22,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fl_lightning.accepted import NonNegativeInt, PositiveInt
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.batches.read_ahead import Workers, check_workers, own_generator
 from fl_lightning.datamodules.batches.sample_labels import check_classes
@@ -31,6 +30,7 @@ from fl_lightning.datamodules.loaders import overridden, say
 from fl_lightning.datamodules.partitions.client_tests import OwnTests, check_test_clients
 from fl_lightning.datamodules.partitions.split import by_name
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import NonNegativeInt, PositiveInt
 from fl_lightning.machine.lightning import AttributeDict, pl
 
 KNOWN = (

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from fl_lightning.accepted import NonNegativeInt
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.batches.read_ahead import Workers
 from fl_lightning.datamodules.batches.samples import DatasetSamples
@@ -27,6 +26,7 @@ from fl_lightning.datamodules.partitions.client_tests import GroupTests
 from fl_lightning.datamodules.partitions.flower_splits import Grouped
 from fl_lightning.datamodules.partitions.partition import ByGroup
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import NonNegativeInt
 
 # The content of an index may change from version to version.
 FORMAT = 3

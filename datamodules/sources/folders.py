@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.data import Dataset
 
-from fl_lightning.accepted import Above, Below, PositiveFloat, PositiveInt
 from fl_lightning.datamodules.formats.pictures import Mode, Pictures, Size
 from fl_lightning.datamodules.formats.tables import refuse_twice
 from fl_lightning.datamodules.partitions.client_tests import OwnTests, stratified
@@ -26,6 +25,7 @@ from fl_lightning.datamodules.sources.file_data_module import (
     before_the_run,
 )
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.introspection.accepted import Above, Below, PositiveFloat, PositiveInt
 from fl_lightning.sampling import generator
 
 # Pictures and their classes.

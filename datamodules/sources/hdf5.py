@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_lightning.accepted import PositiveInt
 from fl_lightning.datamodules.sources.file_data_module import (
     Arrays,
     FileDataModule,
@@ -27,6 +26,7 @@ from fl_lightning.datamodules.sources.file_data_module import (
     whole_labels,
 )
 from fl_lightning.errors import UserError, optional
+from fl_lightning.introspection.accepted import PositiveInt
 from fl_lightning.machine.processes import opened_in_each
 
 # The names of a client's datasets in the file, by kind.

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fl_lightning.accepted import NonNegativeInt, PositiveFloat, PositiveInt
 from fl_lightning.datamodules.batches.sample_labels import some_of
 from fl_lightning.datamodules.formats.pictures import Mode, Pictures, Size
 from fl_lightning.datamodules.formats.tables import give_one, refuse_answers, require
@@ -27,6 +26,7 @@ from fl_lightning.datamodules.sources.file_data_module import (
     indexed,
 )
 from fl_lightning.errors import UserError, optional, suggest
+from fl_lightning.introspection.accepted import NonNegativeInt, PositiveFloat, PositiveInt
 
 SPLITS = ("train", "test", "validation", "valid", "val", "dev")
 # A file belongs to the split with which its name begins: "test-0", "test.parquet", "test00".

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_lightning.accepted import AtLeast
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.batches.samples import TensorSamples
 from fl_lightning.datamodules.formats.tokens import NO_TOKEN, Bytes, Folder, padded, tokenizer_of
@@ -25,6 +24,7 @@ from fl_lightning.evaluation.instruction_records import (
     prompt_of,
     read_records,
 )
+from fl_lightning.introspection.accepted import AtLeast
 
 Pair = tuple[list[int], list[bool]]  # tokens, and for each whether it is learned
 

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_lightning.accepted import PositiveInt
 from fl_lightning.datamodules.formats.pictures import Pictures
 from fl_lightning.datamodules.formats.tokens import tokenizer_of
 from fl_lightning.datamodules.sources.file_data_module import (
@@ -31,6 +30,7 @@ from fl_lightning.datamodules.sources.file_data_module import (
     whole_labels,
 )
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import PositiveInt
 
 DECODER = json.JSONDecoder()
 USER_DATA = re.compile(r'"user_data"\s*:\s*\{\s*')

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_lightning.accepted import PositiveInt
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.batches.samples import TensorSamples
 from fl_lightning.datamodules.partitions.client_tests import GroupTests
 from fl_lightning.datamodules.partitions.partition import ByGroup
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import PositiveInt
 from fl_lightning.sampling import generator
 
 

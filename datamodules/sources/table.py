@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.accepted import Above, Below, FiniteFloat, check
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.batches.samples import TensorSamples
 from fl_lightning.datamodules.formats.tables import (
@@ -33,6 +32,7 @@ from fl_lightning.datamodules.partitions.client_tests import GroupTests
 from fl_lightning.datamodules.partitions.partition import ByGroup, Indices, Partition
 from fl_lightning.datamodules.sources.file_data_module import first_read
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import Above, Below, FiniteFloat, check
 from fl_lightning.sampling import generator
 
 SMALL = 1e-9

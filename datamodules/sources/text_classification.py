@@ -10,7 +10,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from fl_lightning.accepted import BelowOne, PositiveInt
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.batches.samples import TensorSamples
 from fl_lightning.datamodules.formats.tables import cells, refuse_twice, separator_of
@@ -26,6 +25,7 @@ from fl_lightning.datamodules.sources.file_data_module import ascending
 from fl_lightning.datamodules.sources.hugging_face import splits_of
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.evaluation.instruction_records import read_records
+from fl_lightning.introspection.accepted import BelowOne, PositiveInt
 from fl_lightning.introspection.papers import Paper
 
 

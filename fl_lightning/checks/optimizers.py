@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fl_lightning.accepted import check
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import check
 from fl_lightning.schedules import LARGEST, Rate, Schedule
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from fl_lightning.accepted import PositiveInt
 from fl_lightning.callback import FederatedCallback
+from fl_lightning.introspection.accepted import PositiveInt
 from fl_lightning.introspection.attribute_view import View
 from fl_lightning.machine.processes import gathered
 

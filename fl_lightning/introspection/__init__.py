@@ -1,1 +1,1 @@
-"""What objects say of themselves: arguments that they were made with, hooks' source, papers."""
+"""What objects say of themselves: arguments made with, what these accept, hooks, papers."""

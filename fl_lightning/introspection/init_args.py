@@ -12,7 +12,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from fl_lightning.accepted import Checked
+from fl_lightning.introspection.accepted import Checked
 
 # A longer list is data, and not a setting.
 LONGEST = 1000

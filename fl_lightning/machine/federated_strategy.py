@@ -12,8 +12,8 @@ import socket
 from datetime import timedelta
 from typing import Any
 
-from fl_lightning.accepted import PositiveFloat, check
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import PositiveFloat, check
 from fl_lightning.machine.lightning import DDPStrategy, StrategyRegistry, _sync_module_states
 from fl_lightning.machine.processes import default_timeout, set_timeout
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchmetrics.classification import MulticlassAccuracy
 
-from fl_lightning.accepted import AtLeast, BelowOne, FiniteFloat, check_arguments
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import AtLeast, BelowOne, FiniteFloat, check_arguments
 from fl_lightning.learner.modules import modes
 from fl_lightning.machine.lightning import pl
 from fl_lightning.models import class_metrics

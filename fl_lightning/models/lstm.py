@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.accepted import FiniteFloat, PositiveInt, check_arguments
+from fl_lightning.introspection.accepted import FiniteFloat, PositiveInt, check_arguments
 from fl_lightning.introspection.init_args import Given
 from fl_lightning.models.classifier import AroundNetwork
 from fl_lightning.models.text import NO_TOKEN, Predictions

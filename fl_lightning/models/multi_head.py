@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.accepted import PositiveInt, check_arguments
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import PositiveInt, check_arguments
 
 
 class MultiHead(nn.Module):

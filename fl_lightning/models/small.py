@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d, pad
 
-from fl_lightning.accepted import AtLeast, PositiveInt
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import AtLeast, PositiveInt
 from fl_lightning.introspection.init_args import Given
 
 

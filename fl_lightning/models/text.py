@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torchmetrics import Metric
 
-from fl_lightning.accepted import AtLeast, FiniteFloat, check_arguments
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import AtLeast, FiniteFloat, check_arguments
 from fl_lightning.machine.lightning import pl
 from fl_lightning.models import pretrained
 

@@ -11,8 +11,8 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from fl_lightning.accepted import PositiveInt
 from fl_lightning.errors import UserError, optional, suggest
+from fl_lightning.introspection.accepted import PositiveInt
 from fl_lightning.introspection.init_args import Given
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fl_lightning.accepted import check
+from fl_lightning.introspection.accepted import check
 from fl_lightning.schedules import Rate
 
 MOVED = ("lr", "momentum", "betas", "weight_decay")  # options that a scheduler may set

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, overload
 import torch
 from torch import Tensor
 
-from fl_lightning.accepted import Above, AtLeast, AtMost, Below, Bound, check
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import Above, AtLeast, AtMost, Below, Bound, check
 from fl_lightning.schedules import LARGEST, Schedule
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.accepted import NonNegativeFloat, PositiveInt, check
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import NonNegativeFloat, PositiveInt, check
 from fl_lightning.learner.adapters import Adapter
 from fl_lightning.learner.layout import Layout
 from fl_lightning.machine.device_memory import to_device

@@ -16,8 +16,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from fl_lightning.accepted import PositiveInt, check
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import PositiveInt, check
 
 COPY = "parts.x"
 ORIGIN = "parts.origin"

@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
-from fl_lightning.accepted import PositiveFloat, check
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import PositiveFloat, check
 
 
 def check_given(

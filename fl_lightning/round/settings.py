@@ -10,8 +10,8 @@ import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
-from fl_lightning.accepted import Above, AtMost, PositiveInt, check
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import Above, AtMost, PositiveInt, check
 from fl_lightning.schedules import Schedule
 from fl_lightning.virtual.buffered import Buffered
 

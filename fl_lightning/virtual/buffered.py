@@ -15,7 +15,8 @@ from typing import Annotated, Literal, Protocol
 
 import numpy as np
 
-from fl_lightning.accepted import (
+from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import (
     Above,
     AtMost,
     NonNegativeFloat,
@@ -23,7 +24,6 @@ from fl_lightning.accepted import (
     PositiveInt,
     checked,
 )
-from fl_lightning.errors import UserError
 from fl_lightning.introspection.papers import Paper
 from fl_lightning.sampling import generator
 from fl_lightning.virtual.conditions import Heterogeneity

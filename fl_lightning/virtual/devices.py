@@ -18,8 +18,14 @@ from typing import Annotated
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.accepted import Above, AtMost, NonNegativeFloat, PositiveFloat, checked
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import (
+    Above,
+    AtMost,
+    NonNegativeFloat,
+    PositiveFloat,
+    checked,
+)
 from fl_lightning.sampling import generator
 from fl_lightning.schedules import texts_of
 

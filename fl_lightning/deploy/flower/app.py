@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from fl_lightning.accepted import AtLeast, check
 from fl_lightning.deploy.transport import Message, damaged, unpacked
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import AtLeast, check
 
 KEY = "fl_lightning"  # of our array in Flower's records
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
-from fl_lightning.accepted import AtLeast, AtMost, check
 from fl_lightning.errors import UserError, cannot_write
+from fl_lightning.introspection.accepted import AtLeast, AtMost, check
 from fl_lightning.lab.cli.arguments import ArgumentParser
 
 DESCRIPTION = """Write certificates and keys for a server and its sites: TLS, a key per site, and a

@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.accepted import NonNegativeInt, check
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.client.batch_callbacks import gets_batches
 from fl_lightning.deploy import what_leaves
@@ -17,6 +16,7 @@ from fl_lightning.deploy.site_data import as_one_client
 from fl_lightning.deploy.transport import Message, Post
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import VALIDATION
+from fl_lightning.introspection.accepted import NonNegativeInt, check
 from fl_lightning.lab.cli.cli import CommandCLI
 from fl_lightning.lab.cli.compose import Command, plain_yaml, prepare, text_of
 from fl_lightning.lab.cli.lightning_commands import quiet

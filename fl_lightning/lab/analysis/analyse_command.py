@@ -11,8 +11,14 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from fl_lightning.accepted import AtLeast, NonNegativeInt, PositiveFloat, PositiveInt, check
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import (
+    AtLeast,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    check,
+)
 from fl_lightning.lab.cli.arguments import ArgumentParser
 from fl_lightning.metrics import comma_separated
 from fl_lightning.storage.atomic_files import named, written_aside

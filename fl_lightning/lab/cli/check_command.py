@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     # These import torch, which --help should not wait for.
     from jsonargparse import ArgumentError, ArgumentParser
 
-    from fl_lightning.accepted import words_of
+    from fl_lightning.introspection.accepted import words_of
     from fl_lightning.lab.cli.classes import hint_of, listed, method_class, parameters
     from fl_lightning.lab.cli.wrong_settings import place
     from fl_lightning.testing import check_method

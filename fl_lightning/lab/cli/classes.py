@@ -18,9 +18,9 @@ import fl_lightning.datamodules
 import fl_lightning.models
 import fl_lightning.optim
 import fl_lightning.schedules
-from fl_lightning.accepted import declared
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.introspection.accepted import declared
 from fl_lightning.lab.cli.compose import as_node, class_name, packaged
 from fl_lightning.lab.cli.plugins import classes
 from fl_lightning.machine.federated_strategy import FederatedStrategy

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from fl_lightning.accepted import check
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.introspection.accepted import check
 from fl_lightning.lab.cli.plugins import config_folders
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
-from fl_lightning.accepted import suggested
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.datamodules import FederatedDataModule
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.introspection.accepted import suggested
 from fl_lightning.lab.cli.classes import (
     choices,
     classes_in,

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import yaml
 
-from fl_lightning.accepted import FiniteFloat, NonNegativeFloat, check
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.introspection.accepted import FiniteFloat, NonNegativeFloat, check
 from fl_lightning.lab.cli.compose import parse_yaml
 from fl_lightning.lab.report.runs import Found, ReportedRun
 from fl_lightning.lab.report.scores import FORMS, SCORES

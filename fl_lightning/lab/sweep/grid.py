@@ -13,8 +13,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.accepted import check
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import check
 from fl_lightning.lab.cli.compose import TOP_LEVEL, class_name, prepare
 from fl_lightning.lab.sweep.sweep_file import ROUNDS, SEEDS, Spec, as_list
 

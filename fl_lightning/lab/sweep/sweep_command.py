@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.accepted import PositiveInt, check
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import PositiveInt, check
 from fl_lightning.lab.cli.arguments import ArgumentParser
 from fl_lightning.lab.sweep.grid import PlannedRun
 from fl_lightning.lab.sweep.run_queue import counts

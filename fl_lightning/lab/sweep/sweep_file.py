@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from fl_lightning.accepted import Above, AtLeast, Below, PositiveInt, check
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.introspection.accepted import Above, AtLeast, Below, PositiveInt, check
 from fl_lightning.lab.cli.compose import find, is_file, plain_yaml, text_of
 from fl_lightning.metrics import check_mode
 
