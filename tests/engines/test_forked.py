@@ -222,17 +222,21 @@ def test_a_file_that_is_open_for_reading_keeps_clients_in_the_run(tmp_path: Path
     require_same((module, logged), ran("sequential"))
 
 
+EARLIER: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def processes_of_earlier_tests_do_not_count() -> None:
+    EARLIER.update(children())
+
+
 def children() -> list[int]:
-    """The processes that this one has started and not waited for, but for those of pytest."""
-    tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    """The processes that this test has started and not waited for."""
     found = []
-    own = Path("/proc/self/cmdline").read_text()  # itself forked from the process that has imports
-    for pid in " ".join(path.read_text() for path in tasks).split():
-        with suppress(FileNotFoundError, ProcessLookupError):
-            command = Path(f"/proc/{pid}/cmdline").read_text()
-            if "zygote" not in command or command == own:
-                found.append(int(pid))
-    return found
+    for task in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            found += map(int, task.read_text().split())
+    return [pid for pid in found if pid not in EARLIER]
 
 
 @pytest.mark.slow
