@@ -232,7 +232,7 @@ def processes_of_earlier_tests_do_not_count() -> None:
 
 def children() -> list[int]:
     """The processes that this test has started and not waited for."""
-    found = []
+    found: list[int] = []
     for task in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             found += map(int, task.read_text().split())
