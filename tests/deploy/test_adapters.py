@@ -13,7 +13,8 @@ import torch
 
 from fl_lightning import Base, FederatedCallback, FederatedModule, InMemoryDataModule
 from fl_lightning import callbacks as c
-from fl_lightning.deploy.transport import InMemoryTransport
+from fl_lightning.deploy.sent_model import ANY, BaseAtSite
+from fl_lightning.deploy.transport import InMemoryTransport, Message
 from tests.deploy.test_in_memory import (
     KilledOnce,
     Restarted,
@@ -190,6 +191,16 @@ def test_a_site_that_is_killed_before_it_answers(name: str, tmp_path: Path) -> N
     wrap = KilledOnce(at=1)
     both(METHODS[name], tmp_path, wrap=wrap, participation="all", learner=Larger)
     assert wrap.killed == ["south"]
+
+
+def test_a_site_asks_for_the_base_where_additions_build_on_another_one() -> None:
+    """Its process may have begun anew without the server's knowledge."""
+    weights: Any = None  # which are not read
+    site = BaseAtSite(weights)
+    lacks = {
+        mark: site.lacks(Message("train", "south", {"base_from": mark})) for mark in (ANY, 0, 7)
+    }
+    assert lacks == {ANY: False, 0: False, 7: True}
 
 
 def test_a_second_server_does_not_take_the_sites_for_new(tmp_path: Path) -> None:
