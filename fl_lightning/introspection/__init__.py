@@ -1,1 +1,1 @@
-"""What objects say of themselves: arguments made with, what these accept, hooks, papers."""
+"""Facts read from classes and objects: arguments, accepted values, hooks' parameters, papers."""

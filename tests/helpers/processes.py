@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from fl_lightning.lab.contracts.federation import held_port
 from fl_lightning.machine import federated_strategy
 from tests.helpers.fake_gpu import GPU, inner, on_gpu, place
 
@@ -23,16 +23,14 @@ from tests.helpers.fake_gpu import GPU, inner, on_gpu, place
 def started(target: Callable[..., None], world: int, *arguments: Any) -> list[Any]:
     """``target(*arguments, rank, world)`` in each of ``world`` processes, as a launcher starts
     them."""
-    held = socket.socket()  # until the processes are forgotten, so that nobody else gets the port
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
+    held = held_port()
     port = held.getsockname()[1]
     fork = multiprocessing.get_context("fork")
     children: list[Any] = [
         fork.Process(target=_under_torchelastic, args=(target, arguments, r, world, port))
         for r in range(world)
     ]
-    children[0].held = held
+    children[0].held = held  # open until the processes are forgotten
     for child in children:
         child.start()
     return children

@@ -392,11 +392,7 @@ def in_processes(world: int, job: Callable[[], Outcome]) -> Outcome:
     Raises:
         Failed: one of the runs did not finish.
     """
-    with socket.socket() as held, tempfile.TemporaryDirectory() as folder:
-        # While it is held, the system gives the port to nobody who asks for any port. The first
-        # process can listen on it nevertheless, since it sets SO_REUSEADDR, too.
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
+    with held_port() as held, tempfile.TemporaryDirectory() as folder:
         port = held.getsockname()[1]
         codes = _ended([_forked(job, rank, world, port, Path(folder)) for rank in range(world)])
         if any(codes):
@@ -412,6 +408,18 @@ def in_processes(world: int, job: Callable[[], Outcome]) -> Outcome:
         for rank in reversed(range(world)):
             together |= torch.load(Path(folder) / f"{rank}.pt", weights_only=True)
     return together
+
+
+def held_port() -> socket.socket:
+    """Return a socket that keeps a free port while it is open.
+
+    No other program that asks for a free port gets it. Processes joined by torch can still listen
+    on it, because they set SO_REUSEADDR, too.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def _ended(children: list[int]) -> list[int]:
