@@ -210,7 +210,7 @@ for other, says in (
     TOGETHER.append((beside, {"participation": "all"}, f"RandomSkips.*{says}"))
 
 
-@pytest.mark.parametrize(("make", "says"), ARGUMENTS, ids=[says for _, says in ARGUMENTS])
+@pytest.mark.parametrize(("make", "says"), ARGUMENTS)
 def test_an_argument_is_refused(make: Made, says: str) -> None:
     options = POISSON if "private" in make.__code__.co_names else {}
     with pytest.raises(UserError, match=says):
