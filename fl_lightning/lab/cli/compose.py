@@ -93,25 +93,22 @@ def plain_yaml(text: str, where: str) -> Any:
         if mark := getattr(error, "problem_mark", None):
             where += f", line {mark.line + 1}, column {mark.column + 1}"
         hints = [hint for found, hint in _MENDED_BY.items() if found in problem]
-        problem = "; ".join([problem, *hints])
-        raise UserError(f"{where}: not valid YAML: {problem}.") from None
+        problem = f"not valid YAML: {'; '.join([problem, *hints])}"
     except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"{where}: {str(error)[:100]}. Options take numbers, text (in quotes), lists and "
-            "mappings."
-        ) from None
-    return document
+        problem = str(error)[:100].rstrip(".")
+        problem += ". Options take numbers, text (in quotes), lists and mappings"
+    else:
+        return document
+    raise UserError(f"{where}: {problem}.")
 
 
 def _check_nodes(node: Any) -> None:
     """Refuse a class path that is not text, and arguments that are not a mapping."""
     if isinstance(node, dict):
-        if not isinstance(node.get("class_path", ""), str):
-            raise ValueError(f"class_path {node['class_path']!r} is not a class's name")
-        if "init_args" in node and node["init_args"] is None:
+        if node.get("init_args", {}) is None:
             node["init_args"] = {}
-        if not isinstance(node.get("init_args", {}), dict):
-            raise ValueError(f"init_args {node['init_args']!r} is not a mapping of arguments")
+        check("class_path", node.get("class_path", ""), str)
+        check("init_args", node.get("init_args", {}), dict)
     inner = list(node.values()) if isinstance(node, dict) else node
     for value in inner if isinstance(inner, list) else ():
         _check_nodes(value)
@@ -181,11 +178,7 @@ def text_of(file: Path | Traversable, where: str) -> str:
 def read(name: str) -> dict[str, Any]:
     """Read the config called ``name``."""
     document = plain_yaml(text_of(find(name, "-c"), f"-c {name}"), f"-c {name}") or {}
-    if not isinstance(document, dict):
-        raise UserError(
-            f"-c {name}: a config is a mapping with the keys {', '.join(TOP_LEVEL)}; this file "
-            f"holds {str(document)[:60]!r}."
-        )
+    check(f"-c {name}: the config", document, dict)
     accepted = (*TOP_LEVEL, "method+")
     for key, value in document.items():
         if key not in accepted:
@@ -375,15 +368,13 @@ def prepare(command: str, argv: list[str]) -> Command:
         argv = argv[1:]
         _begin_with_run(command, prepared, prepared.run)
     for flag, value in options_of(argv):
+        problem = ""
         if flag == "--print_config":
             prepared.print_config = flag if value is None else f"{flag}={value}"
         elif not flag.startswith("-"):
-            raise UserError(
-                f"{flag}: no such option. A config is given by -c {flag}, and a value by the "
-                "option before it."
-            )
+            problem = f"no such option. Give a config by -c {flag}, and a value after its option"
         elif value is None or (not value and flag in ("-c", "--config", "-o", "--output")):
-            raise UserError(f"{flag} needs a value.")
+            problem = "this option needs a value"
         elif flag in ("-c", "--config"):
             prepared.add_config(value)
         elif flag in ("-o", "--output"):
@@ -391,18 +382,26 @@ def prepare(command: str, argv: list[str]) -> Command:
         elif flag.startswith("--"):
             prepared.options.append((flag.removeprefix("--"), value))
         else:
-            raise UserError(f"{flag}: no such option. Options begin with two hyphens.")
+            problem = "no such option. Options begin with two hyphens"
+        if problem:
+            raise UserError(f"{flag}: {problem}.")
     return prepared
+
+
+def config_of_run(command: str, run: Path) -> str:
+    """Return the path of a run's config.yaml."""
+    if not is_file(run / "config.yaml"):
+        raise UserError(
+            f"{command} {run}: not a run's folder (it has no config.yaml). Configs are given by "
+            "-c, as in -c base -c data/digits. A run from Python has a folder if its Trainer has "
+            "the callback RunFolder."
+        )
+    return str(run / "config.yaml")
 
 
 def _begin_with_run(command: str, prepared: Command, run: Path) -> None:
     """Begin with the config and the last checkpoint of a run."""
-    if not is_file(run / "config.yaml"):
-        raise UserError(
-            f"{command} {run}: not a run's folder (it has no config.yaml). Give the folder of a "
-            f"run, or configs: fl-lightning {command} -c base -c data/digits. A run from Python "
-            "has a folder if its Trainer has the callback RunFolder."
-        )
+    config = config_of_run(command, run)
     # This imports numpy, which the report of a typing error should not wait for.
     from fl_lightning.metrics import read_record
 
@@ -412,7 +411,7 @@ def _begin_with_run(command: str, prepared: Command, run: Path) -> None:
             f"this by options or a config (-c FILE); or in Python: load({str(run)!r}, data=…), and "
             f"trainer.fit(…, ckpt_path=RunFolder({str(run)!r}).last) to go on."
         )
-    prepared.add_config(str(run / "config.yaml"))
+    prepared.add_config(config)
     prepared.config["ckpt_path"] = "last"
     trainer = prepared.config.get("trainer") or {}
     prepared.config["trainer"] = {**trainer, "default_root_dir": str(run)}

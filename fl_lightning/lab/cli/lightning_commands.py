@@ -303,6 +303,8 @@ def _told(error: Exception) -> str | None:
         return text[:500]
     if text.startswith("Early stopping conditioned on metric"):
         return f"trainer.callbacks: {text[:500]}"
+    if "is not in bounds, numpy accepts" in text:
+        return f"--seed_everything: {text}"
     if "Error(s) in loading state_dict" in text:
         return f"--ckpt_path: this checkpoint is of another model. {text[:300]}"
     return not_an_optimizer(error) if isinstance(error, ValueError) else None

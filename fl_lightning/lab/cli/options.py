@@ -83,7 +83,7 @@ def _value(option: str, text: str) -> Any:
 
 def _typed(value: Any, hint: Any) -> Any:
     """Return a value with the numbers that its texts write, in arguments of classes whose type
-    takes numbers as well as texts. jsonargparse would leave such a text as it is.
+    takes numbers. If it takes texts as well, jsonargparse would leave such a text as it is.
     """
     if isinstance(value, list):
         return [_typed(item, hint) for item in value]
@@ -94,16 +94,14 @@ def _typed(value: Any, hint: Any) -> Any:
             return value
         return {**value, "init_args": _arguments(arguments, made)}
     if isinstance(value, str):
-        kinds = set()
-        if typing.get_origin(hint) in (Union, types.UnionType):
-            # Of Annotated[int, …], int.
-            kinds = {getattr(each, "__origin__", each) for each in typing.get_args(hint)}
-        if str not in kinds:
-            return value
+        several = typing.get_origin(hint) in (Union, types.UnionType)
+        hints = typing.get_args(hint) if several else [hint]
+        # Of Annotated[int, …], int.
+        kinds = {getattr(each, "__origin__", each) for each in hints}
         with suppress(UserError):  # a number that YAML does not take is a text
             number = plain_yaml(value, "")
-            numbers = kinds | ({int, float} if kinds & {int, float} else set())
-            return number if type(number) in numbers else value
+            if type(number) in (int, float) and kinds & {int, float}:
+                return number
     return value
 
 
@@ -182,19 +180,16 @@ def _set(items: list[dict[str, Any]], key: str, value: Any) -> None:
         keys = keys[1:]
     else:
         owners = [item for item in items if keys[0] in accepted[class_name(item)]]
-    if not owners:
+    if len(owners) != 1:
         names = list(chain(*accepted.values()))
         options = listed(f"--method.{name}" for name in names)
-        raise UserError(
-            f"--method.{key} {value}: no method of this run has the option {keys[0]!r} "
-            f"({', '.join(accepted) or 'no method is given'}).{suggest(keys[0], names)} "
-            f"Accepted: {options or 'nothing; FedAvg has no settings'}."
+        problem = (
+            f"no method of this run has this option ({', '.join(accepted) or 'it has none'})."
+            f"{suggest(keys[0], names)} Accepted: {options or 'nothing'}."
         )
-    if len(owners) > 1:
-        names = [f"--method.{class_name(item)}.{key}" for item in owners]
-        raise UserError(
-            f"--method.{key} {value}: several methods have the option {keys[0]!r}. Name the one "
-            f"that you mean: {' or '.join(names)}."
-        )
+        if owners:
+            full = " or ".join(f"--method.{class_name(item)}.{key}" for item in owners)
+            problem = f"several methods have this option. Name the one that you mean: {full}."
+        raise UserError(f"--method.{key} {value}: {problem}")
     arguments = owners[0]["init_args"]
     arguments.update(_put(arguments, keys, value))

@@ -23,10 +23,6 @@ from fl_lightning.record.shown_metrics import compared_metrics
 from fl_lightning.storage.atomic_files import written_aside
 from fl_lightning.storage.lock import RunLock, held_by_all
 
-# The first columns of TensorBoard's table of hyper-parameters, besides the network and the
-# arguments of methods.
-FIRST_COLUMNS = ("client_optimizer/lr", "data", "method", "seed")
-
 
 def numbered(stem: str) -> list[tuple[int, Path]]:
     """Return the folders ``<stem>-<number>`` that exist, by number."""
@@ -94,19 +90,23 @@ def refuse_other_run(option: str, folder: Path, checkpoint: Any, way: str) -> No
 def check_writable(folder: Path, option: str = "--trainer.default_root_dir") -> None:
     """Refuse a folder that could not be created or written to; do not create it."""
     place = folder.absolute()
+    problem = ""
     try:
         place.lstat()
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError) as error:
         # Some names are too long for a file system, or no text.
-        raise UserError(f"{option} {str(folder)[:100]!r}: {error}. Give another folder.") from None
+        problem = str(error)[:200]
     while not os.path.lexists(place):
         place = place.parent
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        problem = "is not writable" if place.is_dir() else "is not a folder"
+    if not place.is_dir():
+        problem = problem or f"{place} is not a folder"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        problem = f"{place} is not writable"
+    if problem:
         raise UserError(
-            f"{option} {folder}: {place} {problem}. Give a folder that can be written to."
+            f"{option} {str(folder)[:100]!r}: {problem}. Give a folder that can be written to."
         )
 
 
@@ -144,29 +144,8 @@ class RunEvents(TensorBoardLogger):
         # TensorBoard has no types.
         writer = self.experiment._get_file_writer()
         measured = dict.fromkeys(self.metrics, 0)
-        experiment, *session = cast(Any, tensorboard).hparams(dict(params), measured)
-        for summary in (_with_first_columns(experiment), *session):
+        for summary in cast(Any, tensorboard).hparams(dict(params), measured):
             writer.add_summary(summary, step)
-
-
-def _with_first_columns(summary: Any) -> Any:
-    """Return a summary of hyper-parameters whose first columns tell runs apart.
-
-    TensorBoard sorts columns by name, but those that are marked to differ come first. It shows the
-    first five.
-    """
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    content = summary.value[0].metadata.plugin_data
-    data = HParamsPluginData.FromString(content.content)
-    names = {info.name for info in data.experiment.hparam_infos}
-    # A library's network has a name; a network of your own, or none, is told by its class.
-    kinds = ("learner/network/name", "learner/network", "learner")
-    first = {*FIRST_COLUMNS, next((kind for kind in kinds if kind in names), "")}
-    for info in data.experiment.hparam_infos:
-        info.differs = info.name in first or info.name.startswith("method/")
-    content.content = data.SerializeToString()
-    return summary
 
 
 class RunFolderWriter(pl.Callback):
