@@ -6,14 +6,13 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.introspection.accepted import FiniteFloat, NonNegativeFloat, check
-from fl_lightning.lab.cli.compose import parse_yaml
+from fl_lightning.lab.cli.compose import plain_yaml, text_of
 from fl_lightning.lab.report.runs import Found, ReportedRun
 from fl_lightning.lab.report.scores import FORMS, SCORES
 
@@ -146,13 +145,12 @@ def gather(found: Found, given: Path | None) -> list[ClaimsFile]:
     ids: dict[str, Path] = {}
     for file in files.values():
         for claim in file.claims:
-            if claim.id in ids:
+            if ids.setdefault(claim.id, file.path) != file.path:
                 raise UserError(
                     f"report: {ids[claim.id]} and {file.path} both have a claim {claim.id!r}. "
                     "Report the sweeps one by one, or give the claims that are meant: "
                     "--claims FILE."
                 )
-            ids[claim.id] = file.path
     return list(files.values())
 
 
@@ -163,34 +161,25 @@ def read_claims(path: Path, runs: Iterable[ReportedRun]) -> ClaimsFile:
         UserError: the file cannot be read, or an entry lacks a key or has an unknown one; the error
             names the key and what is accepted.
     """
-    try:
-        data = path.read_bytes()
-        entries = parse_yaml(data.decode())
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(
-            f"--claims {path}: cannot be read ({' '.join(str(error).split())})."
-        ) from None
-    check(f"--claims {path}: claims", entries, list)
-    claims = tuple(_claim(path, number, entry) for number, entry in enumerate(entries, start=1))
-    for claim in claims:
-        if sum(other.id == claim.id for other in claims) > 1:
+    where = f"--claims {path}"
+    entries = plain_yaml(text_of(path, where), where)
+    check(f"{where}: claims", entries, list)
+    claims = tuple(_claim(where, number, entry) for number, entry in enumerate(entries, start=1))
+    for one, other in combinations(claims, 2):
+        both_primary = one.primary and other.primary and one.family == other.family
+        if one.id == other.id or both_primary:
             raise UserError(
-                f"--claims {path}: two claims have the id {claim.id!r}. An id names one claim."
-            )
-        primary = [other.id for other in claims if other.primary and other.family == claim.family]
-        if len(primary) > 1:
-            raise UserError(
-                f"--claims {path}: {' and '.join(primary)} are both the primary claim of their "
-                "family. A family has at most one."
+                f"{where}: two claims, {one.id!r} and {other.id!r}, have one id, or are both the "
+                "primary claim of one family. An id names one claim, and a family has at most one "
+                "primary claim."
             )
     stated = (run.record.get("claims_hash") for run in runs)
-    return ClaimsFile(
-        path, claims, hashlib.sha256(data).hexdigest(), tuple(str(h) for h in stated if h), {}
-    )
+    own = hashlib.sha256(path.read_bytes()).hexdigest()
+    return ClaimsFile(path, claims, own, tuple(str(h) for h in stated if h), {})
 
 
-def _claim(path: Path, number: int, entry: Any) -> Claim:
-    where = f"--claims {path}, claim {number}"
+def _claim(file: str, number: int, entry: Any) -> Claim:
+    where = f"{file}, claim {number}"
     check(where, entry, dict)
     for key, value in entry.items():
         check(f"{where}: {key}", value, _ACCEPTED.get(key, Any))
@@ -199,17 +188,15 @@ def _claim(path: Path, number: int, entry: Any) -> Claim:
     if kind == "trend" and entry.get("over") == "layers":
         needed += ("arm",)
     known = (*_OF_ALL, *_TEXTS, *KINDS[kind][0], *KINDS[kind][1])
-    for key in entry:
-        if key not in known:
-            raise UserError(
-                f"{where}: the key {key!r} is not known in a claim of kind {kind}."
-                f"{suggest(str(key), known)} Known: {', '.join(known)}."
-            )
+    problems = [
+        f"the key {key!r} is not known.{suggest(str(key), known)} Known are {', '.join(known)}"
+        for key in entry
+        if key not in known
+    ]
     if missing := [key for key in needed if entry.get(key) is None]:
-        raise UserError(
-            f"{where}: {', '.join(missing)} missing. "
-            f"Every claim of kind {kind} has {', '.join(needed)}."
-        )
+        problems.append(f"{', '.join(missing)} missing; needed are {', '.join(needed)}")
+    if problems:
+        raise UserError(f"{where}, of kind {kind}: {problems[0]}.")
     fields: dict[str, Any] = {"a": "", "b": "", "direction": "greater", "margin": 0.0}
     kinds: dict[str, Any] = {"margin": float, "factor": float, "primary": bool}
     for key, value in entry.items():
