@@ -278,12 +278,12 @@ def families(number: int, claims: list[Claim], mean: float, sd: float, n: int = 
         ("- {id: A, metric: m, a: x, b: y, kind: interaction, direction: less, margin: 0}", "c, d"),
         ("- {kind: to_target, target: {arm: ''}, cost: rounds, id: A, metric: m, a: x, b: y, "
          "direction: less, margin: 0}", "{arm: A"),
-        ("- {kind: equivalence, over: layers}", "of kind equivalence: the key 'over' is not"),
+        ("- {kind: equivalence, over: layers}", "'over' is not known in a claim of kind equiv"),
         ("- {kind: trend, over: layers, id: A, metric: m, direction: less}", "arm missing"),
         ("- &c {id: A, metric: m, a: x, b: y, direction: less, margin: 0}\n- *c", "two claims"),
         ("- {id: A, metric: m, a: x, b: y, direction: less, margin: 0, primary: true}\n"
          "- {id: B, metric: m, a: x, b: y, direction: less, margin: 0, primary: true}",
-         "'A' and 'B', have one id, or are both the"),
+         "A and B are both the primary claim"),
     ],
 )  # fmt: skip
 def test_claims_that_are_none_are_refused(tmp_path: Path, content: str, words: str) -> None:

@@ -105,11 +105,10 @@ class Parser(LightningArgumentParser):
     options: list[str]
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        refusal = ValueError(message)
         # A parser for a nested class has no settings; the outer parser words the message.
-        if self.settings is not None:
-            refusal = UserError(explained(message, self.settings, self.options))
-        raise refusal from ex
+        if self.settings is None:
+            raise ValueError(message) from ex
+        raise UserError(explained(message, self.settings, self.options)) from ex
 
 
 class CommandCLI(MethodCLI):
@@ -371,22 +370,21 @@ def _own(logger: Any) -> list[Any]:
 
 
 def _built(settings: dict[str, Any]) -> pl.Trainer:
+    precision = settings["precision"]
+    # Without a GPU Lightning would take bf16-mixed in its place.
+    if str(precision) in ("16", "16-mixed"):
+        raise UserError(
+            f"--trainer.precision {precision}: gradients in half precision would need a loss scale "
+            "for every client. Accepted: 32-true, 64-true, bf16-mixed."
+        )
     try:
         trainer = pl.Trainer(**settings)
     except (ValueError, TypeError, OverflowError, ImportError) as error:
         raise UserError(f"trainer: {' '.join(str(error).split())[:400]}") from error
-    refused = {}
     if isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._start_method != "popen":
-        refused["strategy"] = (
-            "this strategy starts its processes from within Python, so the command line does not "
-            "get the model that they train. Accepted: auto, federated."
+        raise UserError(
+            f"--trainer.strategy {settings['strategy']}: this strategy starts its processes from "
+            "within Python, so the command line does not get the model that they train. "
+            "Accepted: auto, federated."
         )
-    # Without a GPU Lightning would take bf16-mixed in its place.
-    if str(settings["precision"]) in ("16", "16-mixed"):
-        refused["precision"] = (
-            "gradients in half precision would need a loss scale for every client. Accepted: "
-            "32-true, 64-true, bf16-mixed."
-        )
-    for name, reason in refused.items():
-        raise UserError(f"--trainer.{name} {settings[name]}: {reason}")
     return trainer

@@ -93,13 +93,14 @@ def plain_yaml(text: str, where: str) -> Any:
         if mark := getattr(error, "problem_mark", None):
             where += f", line {mark.line + 1}, column {mark.column + 1}"
         hints = [hint for found, hint in _MENDED_BY.items() if found in problem]
-        problem = f"not valid YAML: {'; '.join([problem, *hints])}"
+        problem = "; ".join([problem, *hints])
+        raise UserError(f"{where}: not valid YAML: {problem}.") from None
     except (TypeError, ValueError, RecursionError) as error:
-        problem = str(error)[:100].rstrip(".")
-        problem += ". Options take numbers, text (in quotes), lists and mappings"
-    else:
-        return document
-    raise UserError(f"{where}: {problem}.")
+        raise UserError(
+            f"{where}: {str(error)[:100].rstrip('.')}. Options take numbers, text (in quotes), "
+            "lists and mappings."
+        ) from None
+    return document
 
 
 def _check_nodes(node: Any) -> None:
@@ -368,13 +369,15 @@ def prepare(command: str, argv: list[str]) -> Command:
         argv = argv[1:]
         _begin_with_run(command, prepared, prepared.run)
     for flag, value in options_of(argv):
-        problem = ""
         if flag == "--print_config":
             prepared.print_config = flag if value is None else f"{flag}={value}"
         elif not flag.startswith("-"):
-            problem = f"no such option. Give a config by -c {flag}, and a value after its option"
+            raise UserError(
+                f"{flag}: no such option. A config is given by -c {flag}, and a value by the "
+                "option before it."
+            )
         elif value is None or (not value and flag in ("-c", "--config", "-o", "--output")):
-            problem = "this option needs a value"
+            raise UserError(f"{flag} needs a value.")
         elif flag in ("-c", "--config"):
             prepared.add_config(value)
         elif flag in ("-o", "--output"):
@@ -382,9 +385,7 @@ def prepare(command: str, argv: list[str]) -> Command:
         elif flag.startswith("--"):
             prepared.options.append((flag.removeprefix("--"), value))
         else:
-            problem = "no such option. Options begin with two hyphens"
-        if problem:
-            raise UserError(f"{flag}: {problem}.")
+            raise UserError(f"{flag}: no such option. Options begin with two hyphens.")
     return prepared
 
 

@@ -180,16 +180,19 @@ def _set(items: list[dict[str, Any]], key: str, value: Any) -> None:
         keys = keys[1:]
     else:
         owners = [item for item in items if keys[0] in accepted[class_name(item)]]
-    if len(owners) != 1:
+    if not owners:
         names = list(chain(*accepted.values()))
         options = listed(f"--method.{name}" for name in names)
-        problem = (
-            f"no method of this run has this option ({', '.join(accepted) or 'it has none'})."
-            f"{suggest(keys[0], names)} Accepted: {options or 'nothing'}."
+        raise UserError(
+            f"--method.{key} {value}: no method of this run has the option {keys[0]!r} "
+            f"({', '.join(accepted) or 'no method is given'}).{suggest(keys[0], names)} "
+            f"Accepted: {options or 'nothing; FedAvg has no settings'}."
         )
-        if owners:
-            full = " or ".join(f"--method.{class_name(item)}.{key}" for item in owners)
-            problem = f"several methods have this option. Name the one that you mean: {full}."
-        raise UserError(f"--method.{key} {value}: {problem}")
+    if len(owners) > 1:
+        names = [f"--method.{class_name(item)}.{key}" for item in owners]
+        raise UserError(
+            f"--method.{key} {value}: several methods have the option {keys[0]!r}. Name the one "
+            f"that you mean: {' or '.join(names)}."
+        )
     arguments = owners[0]["init_args"]
     arguments.update(_put(arguments, keys, value))

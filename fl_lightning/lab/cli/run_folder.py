@@ -90,23 +90,19 @@ def refuse_other_run(option: str, folder: Path, checkpoint: Any, way: str) -> No
 def check_writable(folder: Path, option: str = "--trainer.default_root_dir") -> None:
     """Refuse a folder that could not be created or written to; do not create it."""
     place = folder.absolute()
-    problem = ""
     try:
         place.lstat()
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError) as error:
         # Some names are too long for a file system, or no text.
-        problem = str(error)[:200]
+        raise UserError(f"{option} {str(folder)[:100]!r}: {error}. Give another folder.") from None
     while not os.path.lexists(place):
         place = place.parent
-    if not place.is_dir():
-        problem = problem or f"{place} is not a folder"
-    elif not os.access(place, os.W_OK | os.X_OK):
-        problem = f"{place} is not writable"
-    if problem:
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        problem = "is not writable" if place.is_dir() else "is not a folder"
         raise UserError(
-            f"{option} {str(folder)[:100]!r}: {problem}. Give a folder that can be written to."
+            f"{option} {folder}: {place} {problem}. Give a folder that can be written to."
         )
 
 

@@ -166,12 +166,12 @@ def read_claims(path: Path, runs: Iterable[ReportedRun]) -> ClaimsFile:
     check(f"{where}: claims", entries, list)
     claims = tuple(_claim(where, number, entry) for number, entry in enumerate(entries, start=1))
     for one, other in combinations(claims, 2):
-        both_primary = one.primary and other.primary and one.family == other.family
-        if one.id == other.id or both_primary:
+        if one.id == other.id:
+            raise UserError(f"{where}: two claims have the id {one.id!r}. An id names one claim.")
+        if one.primary and other.primary and one.family == other.family:
             raise UserError(
-                f"{where}: two claims, {one.id!r} and {other.id!r}, have one id, or are both the "
-                "primary claim of one family. An id names one claim, and a family has at most one "
-                "primary claim."
+                f"{where}: {one.id} and {other.id} are both the primary claim of their family. A "
+                "family has at most one."
             )
     stated = (run.record.get("claims_hash") for run in runs)
     own = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -188,15 +188,17 @@ def _claim(file: str, number: int, entry: Any) -> Claim:
     if kind == "trend" and entry.get("over") == "layers":
         needed += ("arm",)
     known = (*_OF_ALL, *_TEXTS, *KINDS[kind][0], *KINDS[kind][1])
-    problems = [
-        f"the key {key!r} is not known.{suggest(str(key), known)} Known are {', '.join(known)}"
-        for key in entry
-        if key not in known
-    ]
+    for key in entry:
+        if key not in known:
+            raise UserError(
+                f"{where}: the key {key!r} is not known in a claim of kind {kind}."
+                f"{suggest(str(key), known)} Known: {', '.join(known)}."
+            )
     if missing := [key for key in needed if entry.get(key) is None]:
-        problems.append(f"{', '.join(missing)} missing; needed are {', '.join(needed)}")
-    if problems:
-        raise UserError(f"{where}, of kind {kind}: {problems[0]}.")
+        raise UserError(
+            f"{where}: {', '.join(missing)} missing. "
+            f"Every claim of kind {kind} has {', '.join(needed)}."
+        )
     fields: dict[str, Any] = {"a": "", "b": "", "direction": "greater", "margin": 0.0}
     kinds: dict[str, Any] = {"margin": float, "factor": float, "primary": bool}
     for key, value in entry.items():
