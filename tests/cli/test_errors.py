@@ -33,7 +33,7 @@ OPTIONS: list[tuple[Any, ...]] = [  # what is typed, as one text or as words, an
     ("--data.num_clients many", "data.num_clients", "'many'", "an integer from 1"),
     ("--model.participation some", "participation", "some", "all"),
     ("--data.num_clients 2000", "num_clients", "2000", "1438"),
-    ("--trainer.precision 16-mixed", "precision", "16-mixed"),
+    ("--trainer.precision 16-true", "precision", "16-true"),
     ("--trainer.max_steps 5", "max_steps", "5"),
     ("--trainer.devices 2", "devices", "2", "federated"),
     ("--ckpt_path no.ckpt", "--ckpt_path", "no.ckpt", "last"),

@@ -227,7 +227,7 @@ class CommandCLI(MethodCLI):
 
     def _choose_checkpoint(self, found: list[Path]) -> None:
         """Set ``checkpoint``; the word ``last`` means one of those ``found`` in the folder."""
-        path = self.config.ckpt_path
+        path = self.config.ckpt_path or ("last" if self.command == "export" else None)
         if path is None or (path == "last" and self.command == "fit" and not found):
             return
         last = str(self.folder / "checkpoints" / "last.ckpt")
@@ -370,13 +370,6 @@ def _own(logger: Any) -> list[Any]:
 
 
 def _built(settings: dict[str, Any]) -> pl.Trainer:
-    precision = settings["precision"]
-    # Without a GPU Lightning would take bf16-mixed in its place.
-    if str(precision) in ("16", "16-mixed"):
-        raise UserError(
-            f"--trainer.precision {precision}: gradients in half precision would need a loss scale "
-            "for every client. Accepted: 32-true, 64-true, bf16-mixed."
-        )
     try:
         trainer = pl.Trainer(**settings)
     except (ValueError, TypeError, OverflowError, ImportError) as error:

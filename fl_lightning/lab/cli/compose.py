@@ -293,7 +293,7 @@ class Command:
         notes: lines that are printed for the user.
         run: a run's folder, if one was given.
         output: the value of ``-o``.
-        print_config: ``--print_config`` as typed; empty: it was not.
+        print_config: whether ``--print_config`` was typed.
         argv: the command line as typed; the command comes first.
         record: what a sweep has the run record: arm, claims_hash, axes (see RunRecord).
     """
@@ -305,7 +305,7 @@ class Command:
     notes: list[str] = field(default_factory=list)
     run: Path | None = None
     output: str | None = None
-    print_config: str = ""
+    print_config: bool = False
     argv: list[str] = field(default_factory=list)
     record: dict[str, Any] = field(default_factory=dict)
 
@@ -370,7 +370,7 @@ def prepare(command: str, argv: list[str]) -> Command:
         _begin_with_run(command, prepared, prepared.run)
     for flag, value in options_of(argv):
         if flag == "--print_config":
-            prepared.print_config = flag if value is None else f"{flag}={value}"
+            prepared.print_config = True
         elif not flag.startswith("-"):
             raise UserError(
                 f"{flag}: no such option. A config is given by -c {flag}, and a value by the "

@@ -83,12 +83,8 @@ def _predict(cli: CommandCLI) -> None:
 
 
 def _export(cli: CommandCLI) -> None:
-    if cli.checkpoint is None:
-        raise UserError(
-            "export: which run? Give its folder, fl-lightning export runs/x, or --ckpt_path FILE."
-        )
     whole = cli.config.weights_only
-    checkpoint = AtomicCheckpointIO().load_checkpoint(cli.checkpoint, weights_only=whole)
+    checkpoint = AtomicCheckpointIO().load_checkpoint(str(cli.checkpoint), weights_only=whole)
     split_by_run(cli.datamodule, checkpoint)
     client = _client(cli, checkpoint)
     name = "model.pt" if client is None else f"client-{client}.pt"
