@@ -149,7 +149,7 @@ def test_directions_have_the_filters_norms() -> None:
         (("hessian", "a", "b"), "2 runs were given"),
         (("hessian", "a", "--samples", "few"), "argument --samples: invalid"),
         (("hessian", "a", "--probes", "1"), "--probes=1 is not accepted"),
-        (("hessian", "empty"), "last.ckpt: it does not exist"),
+        (("hessian", "empty"), "last.ckpt cannot be loaded: it does not exist"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_paragraph(

@@ -49,7 +49,7 @@ OPTIONS: list[tuple[Any, ...]] = [  # what is typed, as one text or as words, an
     ("--data.partition.classes 2", "data.partition.classes", "give the class of data.partition"),
     ("--model.learner.lr -1", "SGD", "learning rate: -1.0", "model.client_optimizer"),
     ("stray", "stray"),
-    ("-x 3", "-x", "two hyphens"),
+    ("-x 3", "--x: no such option"),
     ("--model.workers 1.5", "model.workers: 1.5", "an integer from 1, or 'auto'"),
     ("--seed_everything -1", "--seed_everything: -1", "0 to 4294967295"),
     ("--trainer.accelerator tpu", "torch_xla"),

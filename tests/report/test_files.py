@@ -176,7 +176,7 @@ def test_arms_are_called_by_their_labels_where_a_reader_looks(tmp_path: Path) ->
         ("fedavg", "give ARM=TEXT"),
         ("fedavg=", "give ARM=TEXT"),
         ("fedagv=FedAvg", "Did you mean 'fedavg'"),
-        ("fedavg=mine", "and each arm its own name"),
+        ("fedavg=mine", "two arms would be called 'mine'"),
     ],
 )
 def test_labels_that_cannot_be_are_refused(

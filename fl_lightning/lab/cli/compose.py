@@ -382,10 +382,8 @@ def prepare(command: str, argv: list[str]) -> Command:
             prepared.add_config(value)
         elif flag in ("-o", "--output"):
             prepared.output = value
-        elif flag.startswith("--"):
-            prepared.options.append((flag.removeprefix("--"), value))
         else:
-            raise UserError(f"{flag}: no such option. Options begin with two hyphens.")
+            prepared.options.append((flag.lstrip("-"), value))
     return prepared
 
 

@@ -5,16 +5,15 @@ If it cannot read a file, it refuses with one paragraph that says why.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from fl_lightning.errors import UserError, cannot_write, suggest
+from fl_lightning.errors import UserError, suggest
 from fl_lightning.introspection.accepted import check
 from fl_lightning.lab.cli.arguments import ArgumentParser
 from fl_lightning.machine.escaping import plain
-from fl_lightning.storage.atomic_files import named
+from fl_lightning.storage.atomic_files import named, written_aside
 
 if TYPE_CHECKING:
     from fl_lightning.lab.report.cells import Table
@@ -140,7 +139,9 @@ def main(
         title += " and others"
     written = contents(summary, title, labels, options.style, options.figures, further)
     out = options.out or (options.folders[0] if len(options.folders) == 1 else Path("report"))
-    _write(out, written)
+    for name, data in written.items():
+        with written_aside(out / name, durable=False) as file:
+            file.write(data)
     for verdict in summary.verdicts:
         print(plain(f"{verdict.claim.id}: {verdict.printed}"))
     for note in summary.notes:
@@ -159,7 +160,9 @@ def _formats(text: str) -> list[str]:
 def numbers(text: str) -> list[str]:
     """Return numbers with commas between as texts: a report shows a target as you typed it."""
     targets = dict.fromkeys(part.strip() for part in text.split(",") if part.strip())
-    return [target for target in targets if math.isfinite(float(target))]
+    for target in targets:
+        float(target)
+    return list(targets)
 
 
 def _labels(texts: Sequence[str], arms: Sequence[str]) -> dict[str, str]:
@@ -171,21 +174,16 @@ def _labels(texts: Sequence[str], arms: Sequence[str]) -> dict[str, str]:
     labels: dict[str, str] = {}
     for text in texts:
         arm, _, label = text.partition("=")
-        shown = [labels.get(other, other) for other in arms if other != arm]
-        if arm not in arms or not label.strip() or label.strip() in shown:
+        if arm not in arms or not label.strip():
             raise UserError(
-                f"report --label {text}: give ARM=TEXT, such as fedavg=FedAvg, and each arm its "
-                f"own name.{'' if arm in arms else suggest(arm, arms)} The arms are {', '.join(arms)[:300]}."
+                f"report --label {text}: give ARM=TEXT, such as fedavg=FedAvg."
+                f"{suggest(arm, arms)} The arms are {', '.join(arms)[:300]}."
             )
         labels[arm] = label.strip()
+    shown = [labels.get(arm, arm) for arm in arms]
+    twice = [label for label in shown if shown.count(label) > 1]
+    if twice:
+        raise UserError(
+            f"report --label: two arms would be called {twice[0]!r}; give each arm its own name."
+        )
     return labels
-
-
-def _write(out: Path, written: dict[str, bytes]) -> None:
-    try:
-        for name, data in written.items():
-            path = out / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-    except OSError as error:
-        raise cannot_write(out, error) from None

@@ -134,7 +134,7 @@ def on_test(select: Selection) -> str:
     """Return a note if the metric is measured on samples that ``val_fraction`` does not hold
     out, else "".
     """
-    if not select.metric.startswith(("clients/", "domains/")):
+    if not on_test_samples(select.metric):
         return ""
     return (
         f"note: select.metric {select.metric}: it is measured on the clients' test samples, of "
@@ -155,6 +155,15 @@ def stored(path: Path, arms: Sequence[PlannedArm]) -> dict[str, Mapping[str, Any
         check(f"select.from {path}: {arm}", choice, dict)
     check_known(f"select.from {path}: the choice of ", [arm.name for arm in arms], document)
     return {arm.name: document[arm.name] for arm in arms}
+
+
+def on_test_samples(metric: str) -> bool:
+    """Return whether a metric is measured on the clients' test samples.
+
+    >>> on_test_samples("clients/acc_worst10"), on_test_samples("val/acc")
+    (True, False)
+    """
+    return metric.startswith(("clients/", "domains/"))
 
 
 def end_of(values: Sequence[Any], value: Any) -> str:
