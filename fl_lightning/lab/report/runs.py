@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -14,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from fl_lightning.errors import UserError
 from fl_lightning.introspection.papers import declared
-from fl_lightning.lab.cli.compose import as_node, parse_yaml
+from fl_lightning.lab.cli.compose import as_node, plain_yaml, text_of
 from fl_lightning.machine.escaping import plain
 from fl_lightning.metrics import Directions, metrics_hash, read_record, read_rows, separated
 
@@ -440,10 +440,7 @@ def read_table(path: Path) -> list[dict[str, str]]:
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        document = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return {}
+    document: Any = None
+    with suppress(UserError):
+        document = plain_yaml(text_of(path, str(path)), str(path))
     return document if isinstance(document, dict) else {}
