@@ -84,6 +84,7 @@ def test_a_new_package_works_like_ours(installed: Command, written: Path, tmp_pa
         ("scaffold", "a config or a module of Python has this name already"),
         ("json", "a config or a module of Python has this name already"),
         ("own-anchor", "exists already"),
+        ("proximal-term", "its class would be ProximalTerm, which exists already"),
     ],
 )
 def test_names_that_no_package_can_have(

@@ -370,6 +370,13 @@ def _own(logger: Any) -> list[Any]:
 
 
 def _built(settings: dict[str, Any]) -> pl.Trainer:
+    # Without a GPU Lightning would take bf16-mixed in its place.
+    precision = settings["precision"]
+    if str(precision) in ("16", "16-mixed"):
+        raise UserError(
+            f"--trainer.precision {precision}: gradients in half precision would need a loss scale "
+            "for every client. Accepted: 32-true, 64-true, bf16-mixed."
+        )
     try:
         trainer = pl.Trainer(**settings)
     except (ValueError, TypeError, OverflowError, ImportError) as error:

@@ -382,8 +382,10 @@ def prepare(command: str, argv: list[str]) -> Command:
             prepared.add_config(value)
         elif flag in ("-o", "--output"):
             prepared.output = value
+        elif flag.startswith("--"):
+            prepared.options.append((flag.removeprefix("--"), value))
         else:
-            prepared.options.append((flag.lstrip("-"), value))
+            raise UserError(f"{flag}: no such option. Options begin with two hyphens.")
     return prepared
 
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     module = name.replace("-", "_")
     folder = Path(name)
     title = "".join(part.capitalize() for part in module.split("_"))
-    _check(name, module, folder)
+    _check(name, module, title, folder)
     words = {"name": name, "module": module, "title": title}
     templates = files("fl_lightning.lab.cli") / "templates" / "new"
     for place, name_there in _FILES.items():
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check(name: str, module: str, folder: Path) -> None:
+def _check(name: str, module: str, title: str, folder: Path) -> None:
     problem = ""
     if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) or keyword.iskeyword(module):
         problem = (
@@ -69,5 +69,11 @@ def _check(name: str, module: str, folder: Path) -> None:
         problem = f"{folder.resolve()} exists already, and was not changed"
     elif f"method/{module}" in packaged() or find_spec(module) is not None:
         problem = "a config or a module of Python has this name already. Give another name"
+    else:
+        # This import is slow, and a typing error should be reported before it.
+        from fl_lightning.lab.cli.classes import names_of_ours
+
+        if title in names_of_ours():
+            problem = f"its class would be {title}, which exists already. Give another name"
     if problem:
         raise UserError(f"new {name[:100]}: {problem}.")

@@ -23,6 +23,10 @@ from fl_lightning.record.shown_metrics import compared_metrics
 from fl_lightning.storage.atomic_files import written_aside
 from fl_lightning.storage.lock import RunLock, held_by_all
 
+# The first columns of TensorBoard's table of hyper-parameters, besides the network and the
+# arguments of methods.
+FIRST_COLUMNS = ("client_optimizer/lr", "data", "method", "seed")
+
 
 def numbered(stem: str) -> list[tuple[int, Path]]:
     """Return the folders ``<stem>-<number>`` that exist, by number."""
@@ -140,8 +144,29 @@ class RunEvents(TensorBoardLogger):
         # TensorBoard has no types.
         writer = self.experiment._get_file_writer()
         measured = dict.fromkeys(self.metrics, 0)
-        for summary in cast(Any, tensorboard).hparams(dict(params), measured):
+        experiment, *session = cast(Any, tensorboard).hparams(dict(params), measured)
+        for summary in (_with_first_columns(experiment), *session):
             writer.add_summary(summary, step)
+
+
+def _with_first_columns(summary: Any) -> Any:
+    """Return a summary of hyper-parameters whose first columns tell runs apart.
+
+    TensorBoard sorts columns by name, but those that are marked to differ come first. It shows the
+    first five.
+    """
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    content = summary.value[0].metadata.plugin_data
+    data = HParamsPluginData.FromString(content.content)
+    names = {info.name for info in data.experiment.hparam_infos}
+    # A library's network has a name; a network of your own, or none, is told by its class.
+    kinds = ("learner/network/name", "learner/network", "learner")
+    first = {*FIRST_COLUMNS, next((kind for kind in kinds if kind in names), "")}
+    for info in data.experiment.hparam_infos:
+        info.differs = info.name in first or info.name.startswith("method/")
+    content.content = data.SerializeToString()
+    return summary
 
 
 class RunFolderWriter(pl.Callback):
