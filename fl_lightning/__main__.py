@@ -71,19 +71,13 @@ def usage() -> str:
 
 
 def _configs(names: Sequence[str]) -> str:
-    from fl_lightning.lab.cli.compose import packaged, summary
+    from fl_lightning.lab.cli.compose import find, packaged, summary, text_of
 
+    if names:
+        return text_of(find(names[0], "configs"), f"configs {names[0]}").rstrip("\n")
     available = packaged()
-    if not names:
-        width = max(map(len, available), default=0)
-        return "\n".join(
-            f"{n:<{width}}  {summary(f.read_text('utf-8'))}" for n, f in available.items()
-        )
-    name = names[0].removesuffix(".yaml")
-    if name not in available:
-        hint = suggest(name, available) or " `fl-lightning configs` lists them."
-        raise UserError(f"configs {names[0]}: not a packaged config.{hint}")
-    return available[name].read_text("utf-8").rstrip("\n")
+    width = max(map(len, available), default=0)
+    return "\n".join(f"{n:<{width}}  {summary(f.read_text('utf-8'))}" for n, f in available.items())
 
 
 def _show(text: str, end: str = "\n") -> None:

@@ -145,11 +145,11 @@ def test_directions_have_the_filters_norms() -> None:
 @pytest.mark.parametrize(
     "argv, said",
     [
-        (("hessian", "none"), "analyse none: this is neither a run's folder nor a checkpoint i"),
+        (("hessian", "none"), "analyse none: not a run's folder"),
         (("hessian", "a", "b"), "2 runs were given"),
         (("hessian", "a", "--samples", "few"), "argument --samples: invalid"),
         (("hessian", "a", "--probes", "1"), "--probes=1 is not accepted"),
-        (("hessian", "empty"), "this run has no checkpoint yet"),
+        (("hessian", "empty"), "last.ckpt cannot be loaded: it does not exist"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_paragraph(

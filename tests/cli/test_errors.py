@@ -50,8 +50,8 @@ OPTIONS: list[tuple[Any, ...]] = [  # what is typed, as one text or as words, an
     ("--model.learner.lr -1", "SGD", "learning rate: -1.0", "model.client_optimizer"),
     ("stray", "stray"),
     ("-x 3", "-x", "two hyphens"),
-    ("--model.workers 1.5", "model.workers: '1.5'", "an integer from 1, or 'auto'"),
-    ("--seed_everything -1", "--seed_everything -1", "0 to 4294967295"),
+    ("--model.workers 1.5", "model.workers: 1.5", "an integer from 1, or 'auto'"),
+    ("--seed_everything -1", "--seed_everything: -1", "0 to 4294967295"),
     ("--trainer.accelerator tpu", "torch_xla"),
     ("--trainer.strategy ddp_spawn", "--trainer.strategy ddp_spawn", "auto, federated"),
     ("--trainer.callbacks LearningRateFinder", "LearningRateFinder", "of the server"),
@@ -84,7 +84,7 @@ ALIKE = "{class_path: ProximalTerm, init_args"
 CONFIGS = [  # what a file holds, and what is said of it
     ("trainer: [1, 2", "mine.yaml", "line 1", "YAML"),
     ("trainer:\n  max_epochs: 3\n max_steps: 2\n", "mine.yaml", "line 3", "YAML"),
-    ("- a\n- b\n", "mine.yaml", "mapping", "trainer"),
+    ("- a\n- b\n", "mine.yaml", "mapping"),
     ("trainr: {max_epochs: 3}", "mine.yaml", "'trainr'", "'trainer'", "method"),
     ("method: [{class_path: RelaxedInitialisation}]", "'RelaxedInitialization'"),
     (f"method: [{ALIKE}: {{nu: 1}}}}]", "--method.nu: ProximalTerm has", "Accepted in method: mu"),
@@ -103,8 +103,8 @@ CONFIGS = [  # what a file holds, and what is said of it
     ("model: " + "[" * 3000 + "]" * 3000, "mine.yaml", "recursion"),
     ("trainer: {max_epochs: 1" + "0" * 5000 + "}", "mine.yaml", "digits"),
     ("trainer+: 3", "mine.yaml", "'trainer+'", "'trainer'"),
-    ("data: {class_path: 3}", "mine.yaml", "class_path 3"),
-    ("data: {class_path: Digits, init_args: [1]}", "mine.yaml", "init_args [1]"),
+    ("data: {class_path: 3}", "mine.yaml", "class_path=3"),
+    ("data: {class_path: Digits, init_args: [1]}", "mine.yaml", "init_args=[1]"),
     ("method: 3", "method: there is no class '3'"),
     (
         f"data: {{class_path: FromDatasets, init_args: {{train: {{{ImageFolder}}}}}}}\n"

@@ -267,7 +267,7 @@ def families(number: int, claims: list[Claim], mean: float, sd: float, n: int = 
     "content, words",
     [
         ("id: A1", "it has to be a list"),
-        ("- [", "cannot be read"),
+        ("- [", "not valid YAML"),
         ("- {a: x}", "id, metric, b, direction, margin missing"),
         ("- {kind: trnd}", "kind='trnd' is not accepted"),
         ("- {direction: up}", "direction='up' is not accepted"),

@@ -121,7 +121,7 @@ def test_an_absent_metric_scores_nobody(tmp_path: Path) -> None:
     make_arm(tmp_path / "s", "b", LEVELS, "test/acc")
     make_run(tmp_path / "s/b/seed-7", "b", 7, {"test/acc": [0.1]}, "diverged")
     told = refused(tmp_path / "out", tmp_path / "s", "--targets", "0.5")
-    assert "no run logs val/acc" in told and "They log test/acc" in told
+    assert "val/acc: no run logs it" in told and "that they log: test/acc" in told
 
 
 def test_runs_by_themselves_come_in_the_order_of_the_command_line(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_second_run_of_one_arm_and_seed_is_refused_by_name(tmp_path: Path) -> 
         ("run.json", "{", "run.json"),
         ("run.json", '{"status": "over", "seed": 0}', "running, done, diverged"),
         ("run.json", None, "there is no run here"),
-        ("run.json", "[" * 100_000, "cannot read"),
+        ("run.json", "[" * 100_000, "cannot be read"),
         ("metrics.csv", None, "metrics.csv"),
         ("metrics.csv", "round,val/acc\n0,high\n", "metrics.csv"),
         ("metrics.csv", "round,val/acc\n0,0.5\n0,0.6\n", "do not ascend"),
@@ -215,10 +215,10 @@ def test_what_cannot_be_read_is_named(
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (["--targets", "0.8,high"], "'high' is not a number"),
+        (["--targets", "0.8,high"], "--targets: invalid numbers value: '0.8,high'"),
         (["--metrics", "x"], "--help"),
         (["--metric", "val/ac"], "val/ac: no run logs it. Did you mean 'val/acc'?"),
-        (["--figures", "png,gif"], "'gif' is not one of png, svg, pdf"),
+        (["--figures", "png,gif"], "each 'png', 'svg' or 'pdf'"),
         ([], "FOLDER"),
     ],
 )

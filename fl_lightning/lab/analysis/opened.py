@@ -13,9 +13,9 @@ from torch import Tensor
 from fl_lightning.checkpoint import load_buffers
 from fl_lightning.client.forward_pass import conversion, forward_context
 from fl_lightning.engines.engine_plan import EnginePlan
-from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import Evaluator, Samples, drawn
 from fl_lightning.lab.analysis.results import Run
+from fl_lightning.lab.cli.compose import config_of_run
 from fl_lightning.learner.layout import Layout, flatten, trainable
 from fl_lightning.learner.modules import lightning_modules
 from fl_lightning.machine.device_memory import prepare_process
@@ -85,18 +85,8 @@ def opened(path: Path) -> Opened:
         above = path.absolute().parents
         with_config = [place for place in above if (place / "config.yaml").is_file()]
         folder = [*with_config, path.parent][0]
-    if not (folder / "config.yaml").is_file():
-        raise UserError(
-            f"analyse {path}: this is neither a run's folder nor a checkpoint in one: there is no "
-            "config.yaml, which names the data. Give the folder of a run, such as runs/x, "
-            "or runs/x/checkpoints/best.ckpt."
-        )
+    config_of_run("analyse", folder)
     run = Run(folder, path if path.is_file() else None)
-    if not run.checkpoint_path.is_file():
-        raise UserError(
-            f"analyse {path}: this run has no checkpoint yet ({run.checkpoint_path} is missing). "
-            "Give a run that completed a round."
-        )
     held = run.checkpoint.get(KEY, {})
     plan = EnginePlan.from_dict(held.get("engine"))
     built = run.built

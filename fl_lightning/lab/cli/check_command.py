@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from fl_lightning.errors import UserError
+from fl_lightning.lab.cli import arguments
 
 USAGE = """usage: fl-lightning check CLASS [--OPTION VALUE ...]
 
@@ -53,10 +53,9 @@ def main(argv: Sequence[str]) -> int:
         if hint := hint_of(cls, option):
             told = f"--{option} has to be {words_of(hint)}."
         accepted = listed(parameters(cls)) or "none"
-        raise UserError(
-            f"check {argv[0]}: {told.rstrip('.')}. Its arguments: {accepted}."
-        ) from None
+        told = f"{told.rstrip('.')}. Its arguments: {accepted}"
+        arguments.ArgumentParser(f"check {argv[0]}", "").error(told)
     # The contracts also build the method with other settings, such as its neutral one.
-    report = check_method(lambda **arguments: cls(**{**options, **arguments}))
+    report = check_method(lambda **others: cls(**{**options, **others}))
     print(report)
     return 0 if report.ok else 1

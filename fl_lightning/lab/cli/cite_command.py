@@ -9,10 +9,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.errors import UserError
 from fl_lightning.introspection.papers import Paper, declared
 from fl_lightning.lab.cli.arguments import ArgumentParser
-from fl_lightning.lab.cli.compose import as_list, as_node, class_name, is_file, read
+from fl_lightning.lab.cli.compose import as_list, as_node, class_name, config_of_run, read
 
 DESCRIPTION = """Print BibTeX of the methods and the data of a run, and of this program."""
 
@@ -37,9 +36,7 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser("cite", DESCRIPTION)
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
     run: Path = parser.parse_args(list(argv)).run
-    if not is_file(run / "config.yaml"):
-        raise UserError(f"cite {run}: not a run's folder (it has no config.yaml).")
-    print(cited(read(str(run / "config.yaml"))))
+    print(cited(read(config_of_run("cite", run))))
     return 0
 
 

@@ -224,9 +224,8 @@ def method_class(item: Any) -> type[FederatedCallback]:
     if isinstance(cls, type) and issubclass(cls, FederatedCallback):
         return cls
     path = str(item.get("class_path") if isinstance(item, dict) else item)
-    if cls is not None:
-        raise UserError(f"method: {path!r} is not a FederatedCallback.")
-    raise UserError(no_class(path, FederatedCallback, "method"))
+    other = f"method: {path!r} is not a FederatedCallback."
+    raise UserError(other if cls is not None else no_class(path, FederatedCallback, "method"))
 
 
 def no_class(name: str, base: type, path: str) -> str:

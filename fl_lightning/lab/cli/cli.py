@@ -194,12 +194,6 @@ class CommandCLI(MethodCLI):
             print(self.config_text(), end="")
             raise SystemExit(0)
         _refuse_without_effect(self.config.data, self.prepared.options)
-        seed = self.config.seed_everything
-        if not isinstance(seed, bool) and seed is not None and not 0 <= seed < 2**32:
-            raise UserError(
-                f"--seed_everything {seed}: give an integer from 0 to 4294967295, or true to draw "
-                "one."
-            )
 
     def before_instantiate_classes(self) -> None:
         """Decide on folder and checkpoint before anything is built."""
@@ -233,23 +227,17 @@ class CommandCLI(MethodCLI):
 
     def _choose_checkpoint(self, found: list[Path]) -> None:
         """Set ``checkpoint``; the word ``last`` means one of those ``found`` in the folder."""
-        path = self.config.ckpt_path
-        if path == "last" and (found or self.command == "fit"):
-            last = self.folder / "checkpoints" / "last.ckpt"
-            if found and found[0] != last:
-                raise UserError(
-                    f"--ckpt_path last: {last} is missing, but this run has another checkpoint: "
-                    f"--ckpt_path {found[0]}."
-                )
-            self.checkpoint = str(last) if found else None
-        elif path is not None:
-            self.checkpoint = path
-            if not is_file(path):
-                raise UserError(
-                    f"--ckpt_path {path[:200]}: there is no such file. Accepted: a checkpoint's "
-                    f"path, or last for {self.folder}/checkpoints/last.ckpt, which is there once "
-                    "a round is done."
-                )
+        path = self.config.ckpt_path or ("last" if self.command == "export" else None)
+        if path is None or (path == "last" and self.command == "fit" and not found):
+            return
+        last = str(self.folder / "checkpoints" / "last.ckpt")
+        self.checkpoint = last if path == "last" else path
+        if not is_file(self.checkpoint):
+            other = f" This run has --ckpt_path {found[0]}." if found else ""
+            raise UserError(
+                f"--ckpt_path {path[:200]}: there is no such file. Accepted: a checkpoint's path, "
+                f"or last for {last}, which is there once a round is done.{other}"
+            )
 
     def _name(self) -> str:
         """Return <data>-<method>, by the configs' names if these are known."""
@@ -382,6 +370,7 @@ def _own(logger: Any) -> list[Any]:
 
 
 def _built(settings: dict[str, Any]) -> pl.Trainer:
+    # Without a GPU Lightning would take bf16-mixed in its place.
     precision = settings["precision"]
     if str(precision) in ("16", "16-mixed"):
         raise UserError(

@@ -97,8 +97,8 @@ def plain_yaml(text: str, where: str) -> Any:
         raise UserError(f"{where}: not valid YAML: {problem}.") from None
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(
-            f"{where}: {str(error)[:100]}. Options take numbers, text (in quotes), lists and "
-            "mappings."
+            f"{where}: {str(error)[:100].rstrip('.')}. Options take numbers, text (in quotes), "
+            "lists and mappings."
         ) from None
     return document
 
@@ -106,12 +106,10 @@ def plain_yaml(text: str, where: str) -> Any:
 def _check_nodes(node: Any) -> None:
     """Refuse a class path that is not text, and arguments that are not a mapping."""
     if isinstance(node, dict):
-        if not isinstance(node.get("class_path", ""), str):
-            raise ValueError(f"class_path {node['class_path']!r} is not a class's name")
-        if "init_args" in node and node["init_args"] is None:
+        if node.get("init_args", {}) is None:
             node["init_args"] = {}
-        if not isinstance(node.get("init_args", {}), dict):
-            raise ValueError(f"init_args {node['init_args']!r} is not a mapping of arguments")
+        check("class_path", node.get("class_path", ""), str)
+        check("init_args", node.get("init_args", {}), dict)
     inner = list(node.values()) if isinstance(node, dict) else node
     for value in inner if isinstance(inner, list) else ():
         _check_nodes(value)
@@ -181,11 +179,7 @@ def text_of(file: Path | Traversable, where: str) -> str:
 def read(name: str) -> dict[str, Any]:
     """Read the config called ``name``."""
     document = plain_yaml(text_of(find(name, "-c"), f"-c {name}"), f"-c {name}") or {}
-    if not isinstance(document, dict):
-        raise UserError(
-            f"-c {name}: a config is a mapping with the keys {', '.join(TOP_LEVEL)}; this file "
-            f"holds {str(document)[:60]!r}."
-        )
+    check(f"-c {name}: the config", document, dict)
     accepted = (*TOP_LEVEL, "method+")
     for key, value in document.items():
         if key not in accepted:
@@ -299,7 +293,7 @@ class Command:
         notes: lines that are printed for the user.
         run: a run's folder, if one was given.
         output: the value of ``-o``.
-        print_config: ``--print_config`` as typed; empty: it was not.
+        print_config: whether ``--print_config`` was typed.
         argv: the command line as typed; the command comes first.
         record: what a sweep has the run record: arm, claims_hash, axes (see RunRecord).
     """
@@ -311,7 +305,7 @@ class Command:
     notes: list[str] = field(default_factory=list)
     run: Path | None = None
     output: str | None = None
-    print_config: str = ""
+    print_config: bool = False
     argv: list[str] = field(default_factory=list)
     record: dict[str, Any] = field(default_factory=dict)
 
@@ -376,7 +370,7 @@ def prepare(command: str, argv: list[str]) -> Command:
         _begin_with_run(command, prepared, prepared.run)
     for flag, value in options_of(argv):
         if flag == "--print_config":
-            prepared.print_config = flag if value is None else f"{flag}={value}"
+            prepared.print_config = True
         elif not flag.startswith("-"):
             raise UserError(
                 f"{flag}: no such option. A config is given by -c {flag}, and a value by the "
@@ -395,14 +389,20 @@ def prepare(command: str, argv: list[str]) -> Command:
     return prepared
 
 
-def _begin_with_run(command: str, prepared: Command, run: Path) -> None:
-    """Begin with the config and the last checkpoint of a run."""
+def config_of_run(command: str, run: Path) -> str:
+    """Return the path of a run's config.yaml."""
     if not is_file(run / "config.yaml"):
         raise UserError(
-            f"{command} {run}: not a run's folder (it has no config.yaml). Give the folder of a "
-            f"run, or configs: fl-lightning {command} -c base -c data/digits. A run from Python "
-            "has a folder if its Trainer has the callback RunFolder."
+            f"{command} {run}: not a run's folder (it has no config.yaml). Configs are given by "
+            "-c, as in -c base -c data/digits. A run from Python has a folder if its Trainer has "
+            "the callback RunFolder."
         )
+    return str(run / "config.yaml")
+
+
+def _begin_with_run(command: str, prepared: Command, run: Path) -> None:
+    """Begin with the config and the last checkpoint of a run."""
+    config = config_of_run(command, run)
     # This imports numpy, which the report of a typing error should not wait for.
     from fl_lightning.metrics import read_record
 
@@ -412,7 +412,7 @@ def _begin_with_run(command: str, prepared: Command, run: Path) -> None:
             f"this by options or a config (-c FILE); or in Python: load({str(run)!r}, data=…), and "
             f"trainer.fit(…, ckpt_path=RunFolder({str(run)!r}).last) to go on."
         )
-    prepared.add_config(str(run / "config.yaml"))
+    prepared.add_config(config)
     prepared.config["ckpt_path"] = "last"
     trainer = prepared.config.get("trainer") or {}
     prepared.config["trainer"] = {**trainer, "default_root_dir": str(run)}

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Sequence
 from importlib.resources import files
 
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.compose import options_of
 
 _MORE = {
@@ -77,6 +77,7 @@ def _of_option(key: str, name: str | None) -> str:
         classes_in,
         hint_of,
         names_of_ours,
+        no_class,
         subclasses,
     )
     from fl_lightning.machine.lightning import pl
@@ -101,10 +102,7 @@ def _of_option(key: str, name: str | None) -> str:
         return _of_choices(key, choices)
     cls = choices.get(name) or (class_of(name) if "." in name else None)
     if not isinstance(cls, type):
-        raise UserError(
-            f"--{key}.help {name}: no such class.{suggest(name, choices)} "
-            f"Accepted: {', '.join(choices) or 'none'}, or a path as my_module.MyClass."
-        )
+        raise UserError(no_class(name, base, f"--{key}.help {name}"))
     return _of_class(cls, key)
 
 

@@ -83,12 +83,8 @@ def _predict(cli: CommandCLI) -> None:
 
 
 def _export(cli: CommandCLI) -> None:
-    if cli.checkpoint is None:
-        raise UserError(
-            "export: which run? Give its folder, fl-lightning export runs/x, or --ckpt_path FILE."
-        )
     whole = cli.config.weights_only
-    checkpoint = AtomicCheckpointIO().load_checkpoint(cli.checkpoint, weights_only=whole)
+    checkpoint = AtomicCheckpointIO().load_checkpoint(str(cli.checkpoint), weights_only=whole)
     split_by_run(cli.datamodule, checkpoint)
     client = _client(cli, checkpoint)
     name = "model.pt" if client is None else f"client-{client}.pt"
@@ -303,6 +299,8 @@ def _told(error: Exception) -> str | None:
         return text[:500]
     if text.startswith("Early stopping conditioned on metric"):
         return f"trainer.callbacks: {text[:500]}"
+    if "is not in bounds, numpy accepts" in text:
+        return f"--seed_everything: {text}"
     if "Error(s) in loading state_dict" in text:
         return f"--ckpt_path: this checkpoint is of another model. {text[:300]}"
     return not_an_optimizer(error) if isinstance(error, ValueError) else None

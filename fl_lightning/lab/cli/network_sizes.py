@@ -7,7 +7,8 @@ So the run's config.yaml has plain numbers, which ``load`` and a resumed run nee
 from __future__ import annotations
 
 import math
-from typing import Any
+from contextlib import suppress
+from typing import Any, NoReturn
 
 import torch
 
@@ -35,13 +36,13 @@ def fit_network_to_data(command: Command) -> None:
     shape: tuple[int, ...] | None = None
     classes = None if source else 10  # the parser then reports that no data are given
     if isinstance(source, type) and issubclass(source, FederatedDataModule):
-        given = {name: _number(value) for name, value in data["init_args"].items()}
+        given = data["init_args"]
         shape = source.shape_of_samples(**given)
         # If the config names a table's classes, their number is known before the table is read.
         listed = given.get("classes")
         classes = len(listed) if isinstance(listed, list) else source.classes_of_samples(**given)
     if isinstance(cls, type) and issubclass(cls, TextLearner) and shape is not None:
-        raise _misfit("", cls, source, "texts", f"has the shape {shape}")
+        _refuse("", cls, source, "texts", f"has the shape {shape}")
     takes = parameters(cls) if callable(cls) else []
     arguments = learner["init_args"]
     if "network" not in takes:
@@ -54,28 +55,21 @@ def fit_network_to_data(command: Command) -> None:
     if getattr(made, "__module__", "").startswith("fl_lightning.models."):
         arguments["network"] = network
         inner = network["init_args"]
-        outputs = _number(arguments.get("num_classes"))
+        outputs = arguments.get("num_classes")
         tokens = getattr(made, "takes_tokens", False)
         if cls is Classifier and getattr(source, "texts", False) and not tokens:
-            raise _misfit(".network", made, source, "numbers", "is a text")
+            _refuse(".network", made, source, "numbers", "is a text")
         outputs = _complete(made, inner, shape, outputs, classes)
         if cls is Classifier and shape is not None:
-            _try(made, inner, shape, source, outputs, classes)
+            _try(made, inner, shape, source)
         classes = outputs or classes
     if "num_classes" in takes and classes is not None:
         arguments["num_classes"] = classes
     command.config["model"] = {**command.config["model"], "learner": learner}
 
 
-def _number(given: Any) -> Any:
-    """Return the number that an option's text holds; other values as they are."""
-    if not isinstance(given, str) or not given.removeprefix("-").replace(".", "", 1).isdecimal():
-        return given
-    return float(given) if "." in given else int(given)
-
-
-def _misfit(place: str, cls: Any, source: Any, takes: str, has: str) -> UserError:
-    return UserError(
+def _refuse(place: str, cls: Any, source: Any, takes: str, has: str) -> NoReturn:
+    raise UserError(
         f"model.learner{place}: {cls.__name__} takes {takes}, but a sample of "
         f"{source.__name__} {has}. Use other data, or another network: MLP (-c model/mlp) for any "
         "numbers, CausalLanguageModel (-c model/tiny_opt) for texts."
@@ -96,12 +90,12 @@ def _complete(
         known = {"inputs": math.prod(shape), "in_channels": shape[0], "input_size": shape[-1]}
     sizes = arguments.get("sizes", [None, 200, 200, None]) if cls is MLP else None
     if isinstance(sizes, list) and len(sizes) > 1:
-        known["num_classes"] = outputs or _number(sizes[-1]) or classes
+        known["num_classes"] = outputs or sizes[-1] or classes
         first = known.get("inputs") if sizes[0] is None else sizes[0]
         last = known["num_classes"] if sizes[-1] is None else sizes[-1]
         arguments["sizes"] = [first, *sizes[1:-1], last]
         return known["num_classes"]
-    known["num_classes"] = outputs or _number(arguments.get("num_classes")) or classes
+    known["num_classes"] = outputs or arguments.get("num_classes") or classes
     for name in set(_SIZES) & set(parameters(cls)):
         if arguments.get(name) is None and known.get(name) is not None:
             arguments[name] = known[name]
@@ -110,23 +104,15 @@ def _complete(
     return known["num_classes"]
 
 
-def _try(
-    cls: Any, arguments: dict[str, Any], shape: tuple[int, ...], source: Any, outputs: Any, own: Any
-) -> None:
+def _try(cls: Any, arguments: dict[str, Any], shape: tuple[int, ...], source: Any) -> None:
     """Refuse a network that cannot compute the outputs of one sample; no memory is used."""
     # Shapes do not need the weights, which would be read from a file.
-    given = {name: _number(each) for name, each in arguments.items() if name != "pretrained"}
-    with torch.device("meta"), torch.no_grad():
+    given = {name: each for name, each in arguments.items() if name != "pretrained"}
+    kind = torch.long if getattr(cls, "takes_tokens", False) else torch.float
+    with torch.device("meta"), torch.no_grad(), suppress(TypeError):
+        # A TypeError is about an argument, which the parser reports.
         try:
-            network = cls(**given).eval()
-        except (TypeError, ValueError, RuntimeError) as error:
-            if isinstance(error, UserError):
-                sample = f"A sample of {source.__name__} has the shape {shape}."
-                raise UserError(f"model.learner.network: {error} {sample}") from None
-            return  # the parser reports a wrong argument
-        tokens = getattr(cls, "takes_tokens", False)
-        try:
-            made = network(torch.zeros(2, *shape, dtype=torch.long if tokens else torch.float))
+            cls(**given).eval()(torch.zeros(2, *shape, dtype=kind))
         except (RuntimeError, ValueError, IndexError) as error:
             reason = " ".join(str(error).split())[:150]
             raise UserError(
@@ -134,12 +120,3 @@ def _try(
                 f"{source.__name__}, whose shape is {shape} ({reason}). Leave the sizes out, or "
                 "give null for the data's; or use another network, such as MLP (-c model/mlp)."
             ) from None
-    if not isinstance(outputs, int):
-        return
-    least = own or 0
-    if made.shape[-1] != outputs or outputs < least:
-        raise UserError(
-            f"model.learner: num_classes is {outputs}, and the network has {made.shape[-1]} "
-            f"outputs. Give both the same number, and at least {least}, the classes of "
-            f"{source.__name__}, or null for the data's."
-        )

@@ -83,7 +83,7 @@ def _value(option: str, text: str) -> Any:
 
 def _typed(value: Any, hint: Any) -> Any:
     """Return a value with the numbers that its texts write, in arguments of classes whose type
-    takes numbers as well as texts. jsonargparse would leave such a text as it is.
+    takes numbers. If it takes texts as well, jsonargparse would leave such a text as it is.
     """
     if isinstance(value, list):
         return [_typed(item, hint) for item in value]
@@ -94,16 +94,14 @@ def _typed(value: Any, hint: Any) -> Any:
             return value
         return {**value, "init_args": _arguments(arguments, made)}
     if isinstance(value, str):
-        kinds = set()
-        if typing.get_origin(hint) in (Union, types.UnionType):
-            # Of Annotated[int, …], int.
-            kinds = {getattr(each, "__origin__", each) for each in typing.get_args(hint)}
-        if str not in kinds:
-            return value
+        several = typing.get_origin(hint) in (Union, types.UnionType)
+        hints = typing.get_args(hint) if several else [hint]
+        # Of Annotated[int, …], int.
+        kinds = {getattr(each, "__origin__", each) for each in hints}
         with suppress(UserError):  # a number that YAML does not take is a text
             number = plain_yaml(value, "")
-            numbers = kinds | ({int, float} if kinds & {int, float} else set())
-            return number if type(number) in numbers else value
+            if type(number) in (int, float) and kinds & {int, float}:
+                return number
     return value
 
 

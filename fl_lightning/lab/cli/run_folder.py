@@ -312,7 +312,7 @@ class RunCheckpoint(Checkpoint):
             self.mode = self.best = None
             self.best_round = -1
         if self.given and not tells_mode(pl_module):
-            self._check_known()
+            self.directions.greater(self.monitor)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._follow(trainer)
@@ -391,7 +391,6 @@ class RunCheckpoint(Checkpoint):
                 self._explain(trainer)
             return False
         self._record(trainer)
-        self._check_known()
         mode = MODES[not self.directions.greater(self.monitor)]
         # The best value under the other mode is not the best under this one.
         if mode != self.mode:
@@ -405,10 +404,6 @@ class RunCheckpoint(Checkpoint):
         self.best = value
         self.best_round = trainer.current_epoch
         return True
-
-    def _check_known(self) -> None:
-        if self.directions.known(self.monitor) is None:
-            raise UserError(f"--monitor {self.monitor}: {self.directions.question([self.monitor])}")
 
     def _link(self, trainer: pl.Trainer, source: Path, name: str = "best.ckpt") -> None:
         """Make the checkpoint ``name`` a link to ``source``."""

@@ -11,14 +11,13 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from jsonargparse import Namespace
 
-from fl_lightning.errors import Diverged, UserError
+from fl_lightning.errors import Diverged, UserError, optional
 from fl_lightning.lab.cli.compose import as_list, class_name, parse_yaml
 from fl_lightning.machine.lightning import Timer, pl
 from fl_lightning.machine.processes import usable_cores
@@ -269,21 +268,13 @@ def completed(config: Namespace, ids: Mapping[str, str]) -> Namespace:
     itself.
 
     The returned config is a copy, because trackers do not change what a run is.
-
-    Raises:
-        UserError: a tracker's package is not installed.
     """
     config = config.clone()
     for logger in as_list(config.trainer.logger):
         name = class_name(logger.class_path) if isinstance(logger, Namespace) else ""
         if name not in _IDS:
             continue
-        package = name.removesuffix("Logger").lower()
-        if find_spec(package) is None:
-            raise UserError(
-                f"trainer.logger: {name} needs the package {package}, which is not installed: pip "
-                f"install {package}, or leave it out: -c logger/csv."
-            )
+        optional(name.removesuffix("Logger").lower(), "trackers", f"trainer.logger: {name}")
         arguments = logger.init_args
         if name in ids and arguments.get("version") is None and arguments.get(_IDS[name]) is None:
             arguments[_IDS[name]] = ids[name]

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from fl_lightning import callbacks as packaged
 from fl_lightning.callback import FederatedCallback, Refusal
@@ -393,16 +392,19 @@ def in_processes(world: int, job: Callable[[], Outcome]) -> Outcome:
         Failed: one of the runs did not finish.
     """
     with held_port() as held, tempfile.TemporaryDirectory() as folder:
-        port = held.getsockname()[1]
-        codes = _ended([_forked(job, rank, world, port, Path(folder)) for rank in range(world)])
-        if any(codes):
-            texts = [path.read_text("utf-8") for path in sorted(Path(folder).glob("*.txt"))]
-            seen = texts[0] if texts else f"exit status {codes}"
+        given = (job, world, held.getsockname()[1], folder)
+        context: Any = start_processes(_of_one, given, world, join=False, start_method="fork")
+        try:
+            # When one has failed, the others may wait for it, and are ended.
+            while not context.join(grace_period=0.1):
+                pass
+        except ProcessException as error:
+            seen = str(error).strip().splitlines()[-1]
             raise Failed(
                 f"a run in {world} processes failed: {seen}",
                 "server hooks run in every process and must do the same there: read values of all "
                 "clients only through Upload or staged()",
-            )
+            ) from None
         together: Outcome = {}
         # If several processes have an entry, use that of the first process.
         for rank in reversed(range(world)):
@@ -422,46 +424,19 @@ def held_port() -> socket.socket:
     return held
 
 
-def _ended(children: list[int]) -> list[int]:
-    """Wait for the processes; when one has failed, kill the others, which may wait for it."""
-    codes: list[int] = []
-    while children:
-        time.sleep(0.002)
-        for child in children[:]:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if not ended:
-                continue
-            children.remove(child)
-            codes.append(os.waitstatus_to_exitcode(status))
-            if codes[-1]:
-                for other in children:
-                    os.kill(other, signal.SIGKILL)
-    return codes
-
-
-def _forked(job: Callable[[], Outcome], rank: int, world: int, port: int, folder: Path) -> int:
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        torch.set_num_threads(1)
-        variables = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": world,
-            "LOCAL_WORLD_SIZE": world,
-            "GROUP_RANK": 0,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            # This variable makes Lightning believe that its processes exist already.
-            "TORCHELASTIC_RUN_ID": "contracts",
-        }
-        os.environ.update({name: str(value) for name, value in variables.items()})
-        torch.save(job(), folder / f"{rank}.pt")
-        status = 0
-    except BaseException as error:
-        (folder / f"{rank}.txt").write_text(f"{type(error).__name__}: {error}", "utf-8")
-    finally:
-        # The fork must not run the parent's exit hooks.
-        os._exit(status)
+def _of_one(rank: int, job: Callable[[], Outcome], world: int, port: int, folder: str) -> None:
+    """Run ``job`` in one of the processes, and write its results."""
+    torch.set_num_threads(1)
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "GROUP_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        # This variable makes Lightning believe that its processes exist already.
+        "TORCHELASTIC_RUN_ID": "contracts",
+    }
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    torch.save(job(), Path(folder) / f"{rank}.pt")

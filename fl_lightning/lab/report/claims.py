@@ -6,14 +6,13 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.introspection.accepted import FiniteFloat, NonNegativeFloat, check
-from fl_lightning.lab.cli.compose import parse_yaml
+from fl_lightning.lab.cli.compose import plain_yaml, text_of
 from fl_lightning.lab.report.runs import Found, ReportedRun
 from fl_lightning.lab.report.scores import FORMS, SCORES
 
@@ -146,13 +145,12 @@ def gather(found: Found, given: Path | None) -> list[ClaimsFile]:
     ids: dict[str, Path] = {}
     for file in files.values():
         for claim in file.claims:
-            if claim.id in ids:
+            if ids.setdefault(claim.id, file.path) != file.path:
                 raise UserError(
                     f"report: {ids[claim.id]} and {file.path} both have a claim {claim.id!r}. "
                     "Report the sweeps one by one, or give the claims that are meant: "
                     "--claims FILE."
                 )
-            ids[claim.id] = file.path
     return list(files.values())
 
 
@@ -163,34 +161,25 @@ def read_claims(path: Path, runs: Iterable[ReportedRun]) -> ClaimsFile:
         UserError: the file cannot be read, or an entry lacks a key or has an unknown one; the error
             names the key and what is accepted.
     """
-    try:
-        data = path.read_bytes()
-        entries = parse_yaml(data.decode())
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(
-            f"--claims {path}: cannot be read ({' '.join(str(error).split())})."
-        ) from None
-    check(f"--claims {path}: claims", entries, list)
-    claims = tuple(_claim(path, number, entry) for number, entry in enumerate(entries, start=1))
-    for claim in claims:
-        if sum(other.id == claim.id for other in claims) > 1:
+    where = f"--claims {path}"
+    entries = plain_yaml(text_of(path, where), where)
+    check(f"{where}: claims", entries, list)
+    claims = tuple(_claim(where, number, entry) for number, entry in enumerate(entries, start=1))
+    for one, other in combinations(claims, 2):
+        if one.id == other.id:
+            raise UserError(f"{where}: two claims have the id {one.id!r}. An id names one claim.")
+        if one.primary and other.primary and one.family == other.family:
             raise UserError(
-                f"--claims {path}: two claims have the id {claim.id!r}. An id names one claim."
-            )
-        primary = [other.id for other in claims if other.primary and other.family == claim.family]
-        if len(primary) > 1:
-            raise UserError(
-                f"--claims {path}: {' and '.join(primary)} are both the primary claim of their "
-                "family. A family has at most one."
+                f"{where}: {one.id} and {other.id} are both the primary claim of their family. A "
+                "family has at most one."
             )
     stated = (run.record.get("claims_hash") for run in runs)
-    return ClaimsFile(
-        path, claims, hashlib.sha256(data).hexdigest(), tuple(str(h) for h in stated if h), {}
-    )
+    own = hashlib.sha256(path.read_bytes()).hexdigest()
+    return ClaimsFile(path, claims, own, tuple(str(h) for h in stated if h), {})
 
 
-def _claim(path: Path, number: int, entry: Any) -> Claim:
-    where = f"--claims {path}, claim {number}"
+def _claim(file: str, number: int, entry: Any) -> Claim:
+    where = f"{file}, claim {number}"
     check(where, entry, dict)
     for key, value in entry.items():
         check(f"{where}: {key}", value, _ACCEPTED.get(key, Any))

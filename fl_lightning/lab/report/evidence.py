@@ -311,17 +311,12 @@ def _on_axis(claim: Claim, run: ReportedRun) -> bool:
 def _refuse_other_axes(claim: Claim, found: Found, arms: Sequence[str], values: int) -> None:
     """Refuse runs that differ in more than the axis of the trend."""
     methods = {run.axes.get("method") for run in found.runs}
-    if len(methods) > 1 and not claim.arm and claim.over != "method":
-        raise UserError(
-            f"report: claim {claim.id} is a trend over {claim.over}, and several methods were "
-            "swept. Name the claim's method by its key arm; the methods are "
-            f"{', '.join(sorted(str(method) for method in methods))}."
-        )
-    if len(arms) > values:
+    unnamed = len(methods) > 1 and not claim.arm and claim.over != "method"
+    if unnamed or len(arms) > values:
         raise UserError(
             f"report: claim {claim.id} is a trend over {claim.over}, but several arms have the "
-            f"same value of it ({', '.join(arms)}). Sweep only this axis, or give the method as "
-            "arm."
+            f"same value of it ({', '.join(arms)}). Sweep only this axis, or give as arm one of "
+            f"the methods {', '.join(sorted(map(str, methods)))}."
         )
 
 

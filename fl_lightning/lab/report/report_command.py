@@ -5,16 +5,15 @@ If it cannot read a file, it refuses with one paragraph that says why.
 
 from __future__ import annotations
 
-import argparse
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from fl_lightning.errors import UserError, cannot_write, suggest
+from fl_lightning.errors import UserError, suggest
+from fl_lightning.introspection.accepted import check
 from fl_lightning.lab.cli.arguments import ArgumentParser
 from fl_lightning.machine.escaping import plain
-from fl_lightning.storage.atomic_files import named
+from fl_lightning.storage.atomic_files import named, written_aside
 
 if TYPE_CHECKING:
     from fl_lightning.lab.report.cells import Table
@@ -47,7 +46,7 @@ def parser() -> ArgumentParser:
     made.add_argument(
         "--targets",
         default=[],
-        type=_targets,
+        type=numbers,
         metavar="NUMBERS",
         help="values of the metric, such as 0.8,0.9; the report gives rounds, bytes and seconds "
         "to each",
@@ -109,6 +108,7 @@ def main(
         UserError: the user has to correct something; nothing has been written.
     """
     options = parser().parse_args(list(argv))
+    check("report --figures", options.figures, list[Literal["png", "svg", "pdf"]])
     # The modules that read and draw are slow to import, and a typing error should be reported
     # before.
     from fl_lightning.lab.report.evidence import logged
@@ -117,21 +117,16 @@ def main(
 
     found = find(options.folders)
     metric = options.metric or METRIC
-    # Runs that have logged nothing so far may still log the metric.
-    if options.metric and found.metrics and not logged(found, metric):
-        raise UserError(
-            f"report --metric {metric}: no run logs it.{suggest(metric, found.metrics)} They log "
-            f"{', '.join(found.metrics)[:400]}."
-        )
     claimed = options.claims is not None or any(
         (folder / "claims.yaml").is_file() for folder in options.folders
     )
-    # A run that was stopped in its first round has logged its costs, and no measurement.
-    done = any(run.status == "done" and run.rounds_done for run in found.runs)
-    if not options.metric and done and not claimed and not logged(found, metric):
+    # Runs that have logged nothing so far may still log the metric. A run that was stopped in its
+    # first round has logged its costs, and no measurement.
+    done = any(run.status == "done" and run.rounds_done for run in found.runs) and not claimed
+    if (found.metrics if options.metric else done) and not logged(found, metric):
         raise UserError(
-            f"report: no run logs {metric}, which it scores without --metric. They log "
-            f"{', '.join(found.metrics)[:400]}: give --metric with one of them."
+            f"report --metric {metric}: no run logs it.{suggest(metric, found.metrics)} Give one "
+            f"that they log: {', '.join(found.metrics)[:400]}."
         )
     found.directions.given[metric] = options.mode
     summary = summarise(found, metric, options.targets, options.claims)
@@ -144,7 +139,9 @@ def main(
         title += " and others"
     written = contents(summary, title, labels, options.style, options.figures, further)
     out = options.out or (options.folders[0] if len(options.folders) == 1 else Path("report"))
-    _write(out, written)
+    for name, data in written.items():
+        with written_aside(out / name, durable=False) as file:
+            file.write(data)
     for verdict in summary.verdicts:
         print(plain(f"{verdict.claim.id}: {verdict.printed}"))
     for note in summary.notes:
@@ -157,29 +154,15 @@ def main(
 
 
 def _formats(text: str) -> list[str]:
-    formats = [] if text == "none" else text.split(",")
-    for name in formats:
-        if name not in FORMATS:
-            raise argparse.ArgumentTypeError(
-                f"{name!r} is not one of {', '.join(FORMATS)}. Give one or more of these with "
-                "commas between, or the word none"
-            )
-    return formats
+    return [] if text == "none" else text.split(",")
 
 
-def _targets(text: str) -> list[str]:
-    # Keep the text of a target: a report shows it as you typed it.
-    targets = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+def numbers(text: str) -> list[str]:
+    """Return numbers with commas between as texts: a report shows a target as you typed it."""
+    targets = dict.fromkeys(part.strip() for part in text.split(",") if part.strip())
     for target in targets:
-        try:
-            finite = math.isfinite(float(target))
-        except ValueError:
-            finite = False
-        if not finite:
-            raise argparse.ArgumentTypeError(
-                f"{target!r} is not a number. Give numbers, such as 0.8,0.9"
-            )
-    return targets
+        float(target)
+    return list(targets)
 
 
 def _labels(texts: Sequence[str], arms: Sequence[str]) -> dict[str, str]:
@@ -204,13 +187,3 @@ def _labels(texts: Sequence[str], arms: Sequence[str]) -> dict[str, str]:
             f"report --label: two arms would be called {twice[0]!r}; give each arm its own name."
         )
     return labels
-
-
-def _write(out: Path, written: dict[str, bytes]) -> None:
-    try:
-        for name, data in written.items():
-            path = out / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-    except OSError as error:
-        raise cannot_write(out, error) from None

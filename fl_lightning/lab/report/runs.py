@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from fl_lightning.errors import UserError
 from fl_lightning.introspection.papers import declared
-from fl_lightning.lab.cli.compose import as_node, parse_yaml
+from fl_lightning.lab.cli.compose import as_node, plain_yaml, text_of
 from fl_lightning.machine.escaping import plain
-from fl_lightning.metrics import Directions, metrics_hash, read_rows, separated
+from fl_lightning.metrics import Directions, metrics_hash, read_record, read_rows, separated
 
 Column = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -305,21 +304,15 @@ def read_run(folder: Path, directions: Directions | None = None) -> ReportedRun:
     Raises:
         UserError: run.json is invalid, or metrics.csv of a finished run is missing or broken.
     """
-    path = folder / "run.json"
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"report {folder}: cannot read {path} ({error}). `fl-lightning fit` writes this file."
-        ) from None
-    # A JSON document need not be an object, and a bool would pass for an integer seed.
-    record = record if isinstance(record, dict) else {}
+    record = read_record(folder)
     status = record.get("status")
     seed = record.get("seed")
+    # A bool would pass for an integer seed.
     if status not in STATUSES or type(seed) is not int:
         raise UserError(
-            f"report {folder}: {path} has status {status!r} and seed {seed!r}. "
-            f"Accepted: a status of {', '.join(STATUSES)}, and an integer as seed."
+            f"report {folder}: {folder / 'run.json'}, which `fl-lightning fit` writes, cannot be "
+            f"read, or is damaged: it has status {status!r} and seed {seed!r}. Accepted: a status "
+            f"of {', '.join(STATUSES)}, and an integer as seed."
         )
     arm = record.get("arm") or record.get("title") or folder.name
     directions = directions or Directions(ASK)
@@ -387,11 +380,6 @@ def _sweep(folder: Path) -> ReportedSweep:
     """Return the runs of a sweep in the grid's order (the order of runs.csv), or the runs of
     another folder by name.
     """
-    if not folder.is_dir():
-        raise UserError(
-            f"report {folder}: there is no such folder. "
-            "Give folders of runs or of sweeps, such as runs/x."
-        )
     states = read_states(folder)
     # Arms are in order of first appearance, and so are their seeds.
     arms = list(dict.fromkeys(arm for arm, _ in states))
@@ -402,7 +390,9 @@ def _sweep(folder: Path) -> ReportedSweep:
         paths[path.parent.relative_to(folder).as_posix()] = path.parent
     if not paths:
         reason = "neither it nor its subfolders have a run.json"
-        if states:
+        if not folder.is_dir():
+            reason = "there is no such folder"
+        elif states:
             reason = f"none of its {len(states)} runs has begun"
         raise UserError(
             f"report {folder}: there is no run here: {reason}. Give the folder of a run that "
@@ -450,10 +440,7 @@ def read_table(path: Path) -> list[dict[str, str]]:
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        document = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return {}
+    document: Any = None
+    with suppress(UserError):
+        document = plain_yaml(text_of(path, str(path)), str(path))
     return document if isinstance(document, dict) else {}

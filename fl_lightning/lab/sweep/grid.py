@@ -18,6 +18,9 @@ from fl_lightning.introspection.accepted import check
 from fl_lightning.lab.cli.compose import TOP_LEVEL, class_name, prepare
 from fl_lightning.lab.sweep.sweep_file import ROUNDS, SEEDS, Spec, as_list
 
+# Axes whose items may be names of configs.
+_OF_CONFIGS = ("method", "data", "model", "trainer", "configs")
+
 
 @dataclass(frozen=True)
 class PlannedArm:
@@ -223,37 +226,29 @@ def _item(spec: Spec, axis: str, value: Any) -> _Item:
     if isinstance(value, dict) and "class_path" in value and "name" in value:
         named = {key: part for key, part in value.items() if key != "name"}
         return replace(_item(spec, axis, named), name=value_name(value["name"]))
+    made = _Item((), {axis: value})
     if isinstance(value, dict) and "class_path" not in value:
         bundle = all(key in ("configs", "name") or "." in str(key) for key in value)
         if bundle or axis in TOP_LEVEL:
-            return _bundle(where, value)
-    if axis in ("method", "data", "model", "trainer", "configs") and isinstance(value, str | list):
-        return _Item(tuple(map(str, as_list(value))), {})
-    if not _is_option(axis):
-        raise UserError(
-            f"{where}: not an option of a run. An axis is an option, such as model.participation, "
-            "or "
-            "one of method, data, model and trainer with names of configs or items "
-            "{configs: [names], option: value, …}."
-        )
-    return _Item((), {axis: value})
+            made = _bundle(value)
+    elif isinstance(value, str | list) and axis in _OF_CONFIGS:
+        made = _Item(tuple(map(str, as_list(value))), {})
+    for key in made.options:
+        if key.split(".")[0].rstrip("+") not in TOP_LEVEL:
+            raise UserError(
+                f"{where}: {key} is not an option of a run. An axis is an option, such as "
+                "model.participation, or one of method, data, model and trainer with names of "
+                "configs or items {configs: [names], option: value, …}."
+            )
+    return made
 
 
-def _bundle(where: str, value: Mapping[str, Any]) -> _Item:
+def _bundle(value: Mapping[str, Any]) -> _Item:
     """Return an item that combines configs and options, and may have a name."""
     configs = tuple(map(str, as_list(value.get("configs", []))))
     options = {str(key): item for key, item in value.items() if key not in ("configs", "name")}
-    if not all(map(_is_option, options)):
-        raise UserError(
-            f"{where}: {str(value)[:80]!r}: an item is a value, or "
-            "{configs: [names], option: value, …}."
-        )
     name = None if value.get("name") is None else value_name(value["name"])
     return _Item(configs, options, name)
-
-
-def _is_option(key: str) -> bool:
-    return key.split(".")[0].rstrip("+") in TOP_LEVEL
 
 
 def _names(items: Sequence[_Item]) -> list[str]:

@@ -12,11 +12,12 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.introspection.accepted import check
 from fl_lightning.lab.cli.compose import plain_yaml, prepare, text_of
 from fl_lightning.lab.report import runs as reading
 from fl_lightning.lab.report.scores import SCORES, has_lost, score_of
 from fl_lightning.lab.sweep.grid import PlannedArm, PlannedRun, part_of, runs, value_name
-from fl_lightning.lab.sweep.sweep_file import ROUNDS, Selection, as_list
+from fl_lightning.lab.sweep.sweep_file import ROUNDS, Selection, as_list, check_known
 from fl_lightning.lab.sweep.sweep_folder import DIVERGED, DONE
 from fl_lightning.metrics import Directions, comma_separated, read_rows
 from fl_lightning.storage.atomic_files import written_aside
@@ -62,12 +63,7 @@ def candidates(
             or has no candidates.
     """
     names = [arm.name for arm in arms]
-    for name in select.arms:
-        if name not in names:
-            raise UserError(
-                f"select.arms.{name}: not an arm of the grid.{suggest(name, names)} "
-                f"Arms: {', '.join(names)}."
-            )
+    check_known("select.arms: ", select.arms, names)
     options: dict[str, Mapping[str, Sequence[Any]]] = {}
     for arm in arms:
         options[arm.name] = {key: tried for key, tried in select.over.items() if _has(arm, key)}
@@ -80,7 +76,9 @@ def candidates(
     options |= select.arms
     for arm in arms:
         check_not_of_grid(arm, options[arm.name])
-    _check_order(select.after, [name for name, own in options.items() if own])
+    having = [name for name, own in options.items() if own]
+    for name, before in select.after.items():
+        check_known(f"select.arms.{name}.after: ", [before], having)
     made = []
     folders = set[str]()
     for arm in arms:
@@ -104,15 +102,6 @@ def candidates(
             its_runs = runs(sweep, "select/", measuring, select.seeds)
             made.append(Candidate(arm.name, choice, tuple(its_runs), after, taken))
     return made
-
-
-def _check_order(after: Mapping[str, str], having: Sequence[str]) -> None:
-    for arm, before in after.items():
-        if before not in having:
-            raise UserError(
-                f"select.arms.{arm}.after {before}: not an arm with candidates."
-                f"{suggest(before, having)} Arms with candidates: {', '.join(having)}."
-            )
 
 
 def check_not_of_grid(arm: PlannedArm, chosen: Iterable[str]) -> None:
@@ -161,16 +150,10 @@ def stored(path: Path, arms: Sequence[PlannedArm]) -> dict[str, Mapping[str, Any
         UserError: it is not such a file, or it lacks an arm.
     """
     document = plain_yaml(text_of(path, f"select.from {path}"), f"select.from {path}")
-    choices = list(document.values()) if isinstance(document, dict) else [None]
-    if not all(isinstance(choice, dict) for choice in choices):
-        raise UserError(
-            f"select.from {path}: a mapping is expected, arm: {{option: value}}, as a sweep "
-            "writes it."
-        )
-    for arm in arms:
-        if arm.name not in document:
-            names = ", ".join(map(str, document)) or "none"
-            raise UserError(f"select.from {path}: it has no choice of {arm.name}. It has: {names}.")
+    check(f"select.from {path}: the choices", document, dict)
+    for arm, choice in document.items():
+        check(f"select.from {path}: {arm}", choice, dict)
+    check_known(f"select.from {path}: the choice of ", [arm.name for arm in arms], document)
     return {arm.name: document[arm.name] for arm in arms}
 
 

@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.errors import UserError
 from fl_lightning.introspection.init_args import differences, flat
-from fl_lightning.lab.cli.compose import parse_yaml
+from fl_lightning.lab.cli.compose import plain_yaml, text_of
 from fl_lightning.lab.sweep import sweep_folder as files
 from fl_lightning.lab.sweep import workers
 from fl_lightning.lab.sweep.grid import PlannedArm, PlannedRun, arms, by_seed, runs, seeds
@@ -29,7 +27,7 @@ from fl_lightning.lab.sweep.selection import (
     which_way,
     write_choices,
 )
-from fl_lightning.lab.sweep.sweep_file import Spec
+from fl_lightning.lab.sweep.sweep_file import Spec, check_known
 from fl_lightning.lab.sweep.sweep_folder import DIVERGED, DONE, FAILED, WAITING
 from fl_lightning.metrics import read_record
 
@@ -158,12 +156,8 @@ class Sweep:
             # Several tasks may choose at once, so they leave the files to the sweep.
             self._choose(write=False)
         known = {run.place: run for run in [*self.measuring, *self.listed()]}
-        run = known.get(place)
-        if run is None:
-            raise UserError(
-                f"sweep --run {place}: not a run of this sweep.{suggest(place, known)} "
-                "--dry_run lists them."
-            )
+        check_known("sweep --run: ", [place], known)
+        run = known[place]
         self._refuse_undecided(run)
         claims = self.folder / "claims.yaml"
         claims_hash = None
@@ -351,14 +345,9 @@ class Sweep:
         """Refuse a run that began, or was made elsewhere, with other settings that affect it."""
         if not read_record(run.folder):
             return
-        try:
-            before = parse_yaml((run.folder / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-            raise UserError(
-                f"sweep {self.spec.name}: {run.folder / 'config.yaml'} cannot be read "
-                f"({' '.join(str(error).split())[:200]}). Restore the file, give --out, or "
-                "remove this run."
-            ) from None
+        file = run.folder / "config.yaml"
+        where = f"sweep {self.spec.name}: {file}"
+        before = plain_yaml(text_of(file, where), where)
         now = flat("", config)
         then = flat("", before if isinstance(before, dict) else {})
         differ = [name for name, *_ in differences(then, now) if name not in _FREE]

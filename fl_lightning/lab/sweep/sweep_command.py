@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.errors import UserError
 from fl_lightning.introspection.accepted import PositiveInt, check
 from fl_lightning.lab.cli.arguments import ArgumentParser
 from fl_lightning.lab.sweep.grid import PlannedRun
@@ -27,7 +26,7 @@ from fl_lightning.lab.sweep.sweep_folder import (
     read_states,
     standing,
 )
-from fl_lightning.storage.atomic_files import named
+from fl_lightning.storage.atomic_files import named, written_aside
 
 DESCRIPTION = """Run a grid of settings and seeds, several runs at once.
 
@@ -159,12 +158,8 @@ def _write_script(target: str, text: str, sweep: Sweep) -> None:
     if target == "-":
         print(text, end="")
         return
-    try:
-        Path(target).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"sweep --slurm {target}: cannot be written ({error.strerror}). Give another file."
-        ) from None
+    with written_aside(named(target)) as file:
+        file.write(text.encode())
     print(f"→ {target}: sbatch {target}")
     if sweep.selecting:
         print("it selects; the same command afterwards writes the next script")

@@ -4,14 +4,14 @@ command line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.introspection.accepted import Above, AtLeast, Below, PositiveInt, check
-from fl_lightning.lab.cli.compose import find, is_file, plain_yaml, text_of
+from fl_lightning.lab.cli.compose import find, plain_yaml, text_of
 from fl_lightning.metrics import check_mode
 
 KEYS = ("configs", "fixed", "grid", "select", "claims")
@@ -76,9 +76,8 @@ def read_spec(name: str, overrides: Sequence[str] = ()) -> Spec:
     file = find(name, "sweep")
     text, folder = text_of(file, f"sweep {name}"), Path(str(file)).parent
     document = plain_yaml(text, f"sweep {name}")
-    if not isinstance(document, dict):
-        raise UserError(f"sweep {name}: a sweep is a mapping with the keys {', '.join(KEYS)}.")
-    _check_keys(f"sweep {name}: ", document, KEYS)
+    check(f"sweep {name}: the sweep", document, dict)
+    check_known(f"sweep {name}: ", document, KEYS)
     configs = [str(config) for config in as_list(document.get("configs") or [])]
     fixed = dict(_mapping(name, "fixed", document))
     grid = _grid(name, "grid", _mapping(name, "grid", document))
@@ -120,11 +119,14 @@ def _grid(name: str, key: str, mapping: Mapping[str, Any]) -> dict[str, list[Any
     return {str(option): _values(name, f"{key}.{option}", its) for option, its in mapping.items()}
 
 
-def _check_keys(where: str, document: Mapping[str, Any], known: Sequence[str]) -> None:
-    for key in document:
-        if key not in known:
+def check_known(where: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse a name that is not among those ``known``."""
+    accepted = list(map(str, known))
+    for name in names:
+        if name not in accepted:
             raise UserError(
-                f"{where}{key} is not known.{suggest(key, known)} Accepted: {', '.join(known)}."
+                f"{where}{name} is not known.{suggest(name, accepted)} Accepted: "
+                f"{', '.join(accepted)[:400] or 'none'}."
             )
 
 
@@ -150,9 +152,7 @@ def _seeds(name: str, key: str, value: Any) -> list[int]:
     values = _values(name, key, value)
     where = f"sweep {name}: {key}"
     check(where, values, list[Annotated[int, AtLeast(0), Below(2**32)]])
-    if len(set(values)) < len(values):
-        raise UserError(f"{where}={values}: a seed gives one run of an arm. Give each seed once.")
-    return values
+    return list(dict.fromkeys(values))
 
 
 def _override(
@@ -200,22 +200,19 @@ def _override(
 
 def _selection(name: str, entries: Mapping[str, Any], folder: Path) -> Selection:
     """Read ``select``."""
-    _check_keys(f"sweep {name}: select.", entries, SELECT_KEYS)
+    check_known(f"sweep {name}: select.", entries, SELECT_KEYS)
     metric = str(entries.get("metric", "val/acc"))
-    if "from" in entries:
-        if both := [key for key in _TRYING if key in entries]:
-            raise UserError(
-                f"sweep {name}: select has from and {both[0]}: options that another sweep has "
-                "chosen are not tried again."
-            )
-        return Selection({}, metric, 0.0, (), stored=_stored(name, str(entries["from"]), folder))
     over = _mapping(name, "over", entries)
     of_arms = _mapping(name, "arms", entries)
-    if not (over or of_arms) or "seeds" not in entries:
+    taken = "from" in entries
+    tried = [key for key in _TRYING if key in entries]
+    if (taken and tried) or not (taken or ((over or of_arms) and "seeds" in entries)):
         raise UserError(
-            f"sweep {name}: select needs over, a mapping of options to their values, and seeds of "
-            "its own."
+            f"sweep {name}: select needs either over, a mapping of options to their values, and "
+            "seeds of its own, or from, the choices of another sweep, which are not tried again."
         )
+    if taken:
+        return Selection({}, metric, 0.0, (), stored=_stored(str(entries["from"]), folder))
     rounds = entries.get("rounds")
     fraction = entries.get("val_fraction", 0.1)
     where = f"sweep {name}: select"
@@ -257,16 +254,10 @@ def _of_arms(
     return over, after
 
 
-def _stored(name: str, given: str, folder: Path) -> Path:
+def _stored(given: str, folder: Path) -> Path:
     """Return the selections.yaml that ``given`` means.
 
     ``given`` is a file or a sweep's folder, relative to the sweep's file or to the current folder.
     """
-    for place in (folder / given, Path(given)):
-        path = place / "selections.yaml" if place.is_dir() else place
-        if is_file(path):
-            return path
-    raise UserError(
-        f"sweep {name}: select.from {given}: there is no such selection. Give a selections.yaml, "
-        "or the folder of a sweep that has chosen."
-    )
+    place = folder / given if (folder / given).exists() else Path(given)
+    return place / "selections.yaml" if place.is_dir() else place

@@ -10,7 +10,7 @@ from pathlib import Path
 from fl_lightning.errors import UserError, cannot_write
 from fl_lightning.lab.report import runs as reading
 from fl_lightning.lab.sweep.grid import PlannedArm, PlannedRun
-from fl_lightning.lab.sweep.sweep_file import Spec
+from fl_lightning.lab.sweep.sweep_file import Spec, check_known
 from fl_lightning.metrics import comma_separated, read_record, read_rows, write_record
 from fl_lightning.storage.atomic_files import written_aside
 from fl_lightning.storage.lock import hold
@@ -61,24 +61,22 @@ def keep_files(folder: Path, spec: Spec, arms: Sequence[PlannedArm]) -> str | No
     # The runs that select show which arm does well, just as the sweep's own runs do.
     records = [*folder.glob("*/seed-*/run.json"), *folder.glob("select/*/*/seed-*/run.json")]
     check_claims(spec, arms)
-    if spec.claims is not None:
-        data = spec.claims.read_bytes()
+    kept = folder / "claims.yaml"
+    data = spec.claims.read_bytes() if spec.claims else None
+    if data is None:
+        changed = any(read_record(path.parent).get("claims_hash") for path in records)
+    else:
         claims_hash = hashlib.sha256(data).hexdigest()
-        kept = folder / "claims.yaml"
-        if records and (not kept.is_file() or kept.read_bytes() != data):
-            raise UserError(
-                f"sweep {spec.name}: {spec.claims} differs from {kept}, but runs were made "
-                "already, and claims have to come before the runs. Restore the old claims, or "
-                "start again in another folder with --out."
-            )
+        changed = bool(records) and not (kept.is_file() and kept.read_bytes() == data)
+    if changed:
+        raise UserError(
+            f"sweep {spec.name}: its claims ({spec.claims or 'none'}) differ from those of the "
+            f"runs that were made already ({kept}), and claims have to come before the runs. "
+            "Restore the old claims, or start again in another folder with --out."
+        )
+    if data is not None:
         with written_aside(kept) as file:
             file.write(data)
-    elif any(read_record(path.parent).get("claims_hash") for path in records):
-        raise UserError(
-            f"sweep {spec.name}: it names no claims, but runs in {folder} were made with some, and "
-            "all runs of a sweep need the same claims. Restore the claims, or start again in "
-            "another folder with --out."
-        )
     note = f"\n# over it: {' '.join(spec.overrides)}\n" if spec.overrides else ""
     with written_aside(folder / "sweep.yaml") as file:
         file.write((spec.text + note).encode())
@@ -96,12 +94,7 @@ def check_claims(spec: Spec, arms: Sequence[PlannedArm]) -> None:
     names = [arm.name for arm in arms]
     methods = list(dict.fromkeys(arm.axes.get("method", "") for arm in arms))
     for claim in read_claims(path, ()).claims:
-        for name in claim.arms:
-            if name not in names:
-                raise UserError(
-                    f"sweep {spec.name}: claim {claim.id} of {path} is about {name!r}, which is "
-                    f"not an arm of the grid. Its arms: {', '.join(names)}."
-                )
+        check_known(f"sweep {spec.name}: claim {claim.id} of {path}: arm ", claim.arms, names)
         if claim.kind == "trend" and claim.over != "layers":
             known = claim.over in spec.grid and (not claim.arm or claim.arm in methods)
             # With several methods a trend has to name the arm that it is about.

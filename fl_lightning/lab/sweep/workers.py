@@ -10,7 +10,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
@@ -228,11 +227,8 @@ def _answers(question: Callable[[Any], Any], about: Sequence[Any], at_once: int 
     processes.
     """
     number = max(1, min(at_once, len(about)))
-    try:
-        with ProcessPoolExecutor(number, _FORK, _begin_helper, (os.getpid(),)) as pool:
-            return list(pool.map(question, about))
-    except BrokenProcessPool as error:
-        raise UserError(f"sweep: a helper process ended: {error}") from None
+    with ProcessPoolExecutor(number, _FORK, _begin_helper, (os.getpid(),)) as pool:
+        return list(pool.map(question, about))
 
 
 def _begin_helper(parent: int) -> None:
