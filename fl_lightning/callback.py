@@ -24,7 +24,7 @@ from fl_lightning.checks.notes import (
     Refusal,
     RunFacts,
 )
-from fl_lightning.errors import Diverged, UserError, suggest
+from fl_lightning.errors import Diverged, UserError, refuse_both, required, suggest
 from fl_lightning.introspection.accepted import (
     Above,
     AtLeast,
@@ -112,6 +112,7 @@ __all__ = [
     "ordered_norm",
     "ordered_sum",
     "privacy",
+    "refuse_both",
     "suggest",
     "wire",
 ]
@@ -369,17 +370,14 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
 
     @property
     def _transaction(self) -> Any:
-        if self._bound_transaction is None:
-            raise RuntimeError(
-                f"{type(self).__name__}'s declared state can only be read during a run"
-            )
-        return self._bound_transaction
+        name = type(self).__name__
+        when = f"{name}'s declared state can only be read during a run"
+        return required(self._bound_transaction, when)
 
     @property
     def _run(self) -> RunBinding:
-        if self._bound_run is None:
-            raise RuntimeError(f"{type(self).__name__} knows a run's seed and data only in a run")
-        return self._bound_run
+        when = f"{type(self).__name__} knows a run's seed and data only in a run"
+        return required(self._bound_run, when)
 
     def generator(self, purpose: str, *counters: int) -> np.random.Generator:
         """Return random numbers keyed by (the run's seed, purpose, counters), in any hook.
@@ -399,9 +397,8 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         They are keyed by (secret, purpose, counters), or by the seed that ``clients_draw_from``
         gives. For noise use :meth:`Clients.private_generator`.
         """
-        key = self._run.secret
-        if key is None:
-            raise RuntimeError(f"{type(self).__name__} draws from no secret: see clients_draw_from")
+        lacks = f"{type(self).__name__} draws from no secret: see clients_draw_from"
+        key: Key = required(self._run.secret, lacks)
         return drawn_from(key, purpose, *counters)
 
     def steps_of(self, client: int, epochs: float) -> int:
@@ -499,7 +496,6 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         A position counts among the client's N_i samples, as the data's ``client_indices`` orders
         them. A step may take no sample. Draw from :meth:`generator` or :meth:`private_generator`.
         """
-        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def reduce_samples(self, clients: Clients, gradients: Tensor) -> Tensor:
         """One owner. Reduce the gradients ``(n, b, D)`` of b of a step's samples to ``(n, D)``.
@@ -508,7 +504,6 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         the place of the loss gradient, and is 0 if the step has no sample. A sample's gradient is
         that of ``training_step`` on a batch of this one sample, without weight decay.
         """
-        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def scale_samples(self, clients: Clients, norms: Tensor) -> Tensor:
         """One owner, in place of ``reduce_samples``. Return the factors ``(n, b)`` of b of a step's
@@ -518,7 +513,6 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         gradient. A sample whose factor is 0 is left out, also if its gradient is not finite. This
         is faster than ``reduce_samples``, because the gradients of linear layers are not stored.
         """
-        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def on_samples_reduced(self, clients: Clients, total: Tensor) -> Tensor | None:
         """One owner. Change the sum ``(n, D)`` of a step's parts, float64, in place or as a

@@ -10,7 +10,9 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn, TypeVar
+
+Value = TypeVar("Value")
 
 
 class UserError(ValueError):
@@ -54,6 +56,22 @@ def suggest(name: str, accepted: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(str(name), list(accepted), n=1)
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def required(value: Value | None, otherwise: str, kind: type[Exception] = RuntimeError) -> Value:
+    """Return a value that exists only at certain times.
+
+    Raises:
+        RuntimeError: it is None; ``otherwise`` says when it exists. ``kind``: another error.
+    """
+    if value is None:
+        raise kind(otherwise)
+    return value
+
+
+def refuse_both(one: str, other: str, why: str) -> NoReturn:
+    """Refuse two methods, because the second cannot run with the first."""
+    raise UserError(f"method: {one} and {other} cannot run together: {why}. Keep one of them.")
 
 
 def optional(library: str, extra: str, wanted_by: str) -> Any:

@@ -34,6 +34,7 @@ from fl_lightning.callback import (
     Upload,
     UserError,
     privacy,
+    refuse_both,
 )
 
 _OF_SERVER: dict[str, Any] = {"dtype": torch.float64, "synchronised": False}
@@ -237,11 +238,12 @@ class DifferentialPrivacy(FederatedCallback):
             name = type(other).__name__
             uploads = [each for each in other.declarations().values() if each.summed]
             if getattr(other, "mixes_clients", False):
-                raise UserError(
-                    f"method: DifferentialPrivacy and {name} cannot run together: this attack's "
-                    "updates depend on each honest client's update, so one client changes several "
-                    "updates of the sum, and ε counts one. Choose another attack than alie, or "
-                    "keep one of the methods."
+                refuse_both(
+                    "DifferentialPrivacy",
+                    name,
+                    "this attack's updates depend on each honest client's update, so one client "
+                    "changes several updates of the sum, and ε counts one. Choose another attack "
+                    "than alie",
                 )
             leak = ""
             if other.asks_for("updates") and other.order >= 0:
@@ -251,10 +253,8 @@ class DifferentialPrivacy(FederatedCallback):
             elif uploads and other.role != "measurement":
                 leak = "its server reads sums over clients of more than their updates"
             if leak:
-                raise UserError(
-                    f"method: DifferentialPrivacy and {name} cannot run together: {leak}, and that "
-                    "is neither clipped nor noised. Keep one of them."
-                )
+                leak += ", and that is neither clipped nor noised"
+                refuse_both("DifferentialPrivacy", name, leak)
             # The loggers listed here publish values of clients' samples without noise.
             if uploads or getattr(other, "of_samples", False):
                 measuring.append(name)

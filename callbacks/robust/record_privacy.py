@@ -35,6 +35,7 @@ from fl_lightning.callback import (
     ServerState,
     UserError,
     privacy,
+    refuse_both,
 )
 
 _OF_SERVER: dict[str, Any] = {"synchronised": False}
@@ -201,11 +202,9 @@ class RecordPrivacy(FederatedCallback):
         """Refuse methods that read clients' losses."""
         for other in others:
             if other.asks_for("loss") and other.role != "measurement":
-                raise UserError(
-                    f"method: RecordPrivacy and {type(other).__name__} cannot run together: its "
-                    "clients use the loss of their steps, which is computed from samples, and that "
-                    "is neither clipped nor noised. Keep one of them."
-                )
+                why = "its clients use the loss of their steps, which is computed from samples"
+                unprotected = f"{why}, and that is neither clipped nor noised"
+                refuse_both("RecordPrivacy", type(other).__name__, unprotected)
         # With client-level privacy nobody may know who took part, so ε counts every client in each
         # round.
         self._everybody = any(other.draws_from is not None for other in others)

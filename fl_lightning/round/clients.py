@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, refuse_both, required
 from fl_lightning.introspection.hook_arguments import unasked
 from fl_lightning.learner.layout import Layout
 from fl_lightning.machine.device_memory import to_device
 from fl_lightning.round.client_group import LOSS, ClientGroup
-from fl_lightning.storage.secret import drawn_from
+from fl_lightning.storage.secret import Key, drawn_from
 
 
 class HookSubject:
@@ -102,11 +102,8 @@ class Clients(HookSubject):
         """The server's model w^t ``(D,)``."""
         models = self._group.models_of
         if models and self._caller != models and self._caller not in self._group.measuring:
-            raise UserError(
-                f"method: {models} and {self._caller} cannot run together: {self._caller} uses "
-                f"clients.w, but with {models} clients train from that method's own models. Keep "
-                "one of them."
-            )
+            why = f"uses clients.w, but with {models} clients train from that method's own models"
+            refuse_both(models, self._caller, f"{self._caller} {why}")
         return self._group.round.w
 
     @property
@@ -147,11 +144,8 @@ class Clients(HookSubject):
     @property
     def start(self) -> Tensor:
         """Return x_{i,0} ``(n, D)``, from the first step on."""
-        if self._group.start is None:
-            raise RuntimeError(
-                "clients.start can be read from the first local step on, and not in on_local_start"
-            )
-        return self._group.start
+        when = "clients.start can be read from the first local step on, and not in on_local_start"
+        return required(self._group.start, when)
 
     @property
     def trained(self) -> Tensor:
@@ -287,12 +281,11 @@ class Clients(HookSubject):
         return group.columns["label_counts"]
 
     def _in_step(self, what: str) -> Any:
-        if self._group.local_step is None:
-            raise RuntimeError(
-                f"{what} can be read only in the hooks of a local step, and not before or after a "
-                "client's steps"
-            )
-        return self._group.local_step
+        return required(
+            self._group.local_step,
+            f"{what} can be read only in the hooks of a local step, and not before or after a "
+            "client's steps",
+        )
 
     @property
     def sizes(self) -> Tensor:
@@ -355,9 +348,8 @@ class Clients(HookSubject):
         """
         self._check_asked("loss")
         self._check_samples("clients.loss")
-        if LOSS not in self._group.logs:
-            raise RuntimeError("clients.loss can be read only in on_local_end")
-        return self._group.logs[LOSS].reshape(-1, 1)
+        loss = required(self._group.logs.get(LOSS), "clients.loss can be read only in on_local_end")
+        return loss.reshape(-1, 1)
 
     def norm(self, v: Tensor) -> Tensor:
         """‖v‖ of each client's row over the coordinates that it trains: ``(n, D)`` → ``(n, 1)``."""
@@ -411,12 +403,10 @@ class Clients(HookSubject):
             step: number of the local step.
             onto: all values to which the noise is added.
         """
-        key = self._group.round.noise_of_clients
-        if key is None:
-            raise RuntimeError(
-                "only a method with the attribute clients_draw_from may call "
-                "clients.private_generator"
-            )
+        key: Key = required(
+            self._group.round.noise_of_clients,
+            "only a method with the attribute clients_draw_from may call clients.private_generator",
+        )
         content = onto.detach().cpu().contiguous().view(-1).numpy().data
         (client,) = self.client_ids
         return drawn_from(key, purpose, self.round, client, step, onto=content)
@@ -428,11 +418,8 @@ class Clients(HookSubject):
             UserError: it names both methods.
         """
         if other := self._group.reduced_by:
-            raise UserError(
-                f"method: {other} and {self._caller} cannot run together: {self._caller} calls "
-                f"{what}, which takes a step's whole batch, but {other} takes the gradient of each "
-                "sample. Keep one of them."
-            )
+            why = f"takes a step's whole batch, but {other} takes the gradient of each sample"
+            refuse_both(other, self._caller, f"{self._caller} calls {what}, which {why}")
 
     def _check_samples(self, what: str) -> None:
         """Refuse values of the clients' samples, if a method protects these.
@@ -444,11 +431,8 @@ class Clients(HookSubject):
         """
         other = self._group.protected_by
         if other and other != self._caller and self._caller not in self._group.measuring:
-            raise UserError(
-                f"method: {other} and {self._caller} cannot run together: {self._caller} reads "
-                f"{what}, which is computed from samples, and that is neither clipped nor noised. "
-                "Keep one of them."
-            )
+            why = "is computed from samples, and that is neither clipped nor noised"
+            refuse_both(other, self._caller, f"{self._caller} reads {what}, which {why}")
 
     def log(self, name: str, values: Tensor) -> None:
         """Log one value per client, ``(n,)`` or ``(n, 1)``; ``name`` shows their mean."""
