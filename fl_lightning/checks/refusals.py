@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
 from torch import nn
 
 from fl_lightning.checks.optimizers import rates_over
-from fl_lightning.errors import UserError, check_on_disk
+from fl_lightning.errors import UserError, check_on_disk, refusing
 from fl_lightning.learner.modules import lightning_base, overrides
 from fl_lightning.machine.federated_strategy import FederatedStrategy
 
@@ -57,7 +58,8 @@ REFUSED_CALLBACKS = {
 }
 
 
-def check_learner(learner: Any) -> None:
+@refusing
+def check_learner(learner: Any) -> Iterator[str]:
     """Refuse learners that the federated loop cannot train as they ask for.
 
     Raises:
@@ -66,18 +68,18 @@ def check_learner(learner: Any) -> None:
     """
     name = type(learner).__name__
     if any(kind.__name__ == "FederatedModule" for kind in type(learner).__mro__):
-        raise UserError(
+        yield (
             f"learner: {name} is a FederatedModule already. Give it to the Trainer, or wrap its "
             "learner: FederatedModule(module.learner, …)."
         )
     if isinstance(learner, type):
-        raise UserError(
+        yield (
             f"learner: {learner.__name__} is a class. Give an object of it: {learner.__name__}(…)."
         )
     compiled = getattr(learner, "_orig_mod", None)
     if lightning_base(compiled) is not None:
         inner = type(compiled).__name__
-        raise UserError(
+        yield (
             f"learner: this is torch.compile({inner}(…)), whose training_step would not be the "
             f"compiled one. Give the learner itself, FederatedModule({inner}(…), …), and compile "
             "parts of it in its __init__ if need be."
@@ -87,18 +89,18 @@ def check_learner(learner: Any) -> None:
             hint = f"wrap it: Classifier({name}(), num_classes=10)"
         else:
             hint = "pass one"
-        raise UserError(
+        yield (
             f"learner: {name} is not a LightningModule; accepted is any LightningModule of "
             "pytorch_lightning or lightning.pytorch whose training_step returns the local loss; "
             f"{hint}."
         )
     if not overrides(learner, "training_step"):
-        raise UserError(
+        yield (
             f"learner: {name} has no training_step. Write training_step(self, batch, batch_idx); "
             "it returns the local loss."
         )
     if not learner.automatic_optimization:
-        raise UserError(
+        yield (
             f"learner: {name} uses manual optimization (automatic_optimization=False), and a "
             "federated run cannot run such steps per client: it steps one optimizer itself. Let "
             "training_step return one loss and configure_optimizers give one optimizer, and "
@@ -106,9 +108,7 @@ def check_learner(learner: Any) -> None:
         )
     for hook, why in REFUSED_HOOKS.items():
         if overrides(learner, hook):
-            raise UserError(
-                f"learner: {name} overrides {hook}, which a federated run does not call: {why}."
-            )
+            yield (f"learner: {name} overrides {hook}, which a federated run does not call: {why}.")
 
 
 def check_trainer(trainer: Any) -> None:
@@ -201,7 +201,8 @@ def check_folders(trainer: Any) -> None:
         check_on_disk(option, folder)
 
 
-def check_callback(trainer: Any, callback: Any) -> None:
+@refusing
+def check_callback(trainer: Any, callback: Any) -> Iterator[str]:
     """Refuse a callback of Lightning that cannot work when one epoch is one round.
 
     Raises:
@@ -212,18 +213,18 @@ def check_callback(trainer: Any, callback: Any) -> None:
     kinds = [kind.__name__ for kind in type(callback).__mro__]
     for kind in kinds:
         if kind in REFUSED_CALLBACKS:
-            raise UserError(
+            yield (
                 f"trainer.callbacks: {name} cannot work in a federated run: "
                 f"{REFUSED_CALLBACKS[kind]}."
             )
     if "ModelCheckpoint" in kinds and callback._every_n_train_steps:
-        raise UserError(
+        yield (
             "callback ModelCheckpoint: every_n_train_steps saves within a round, before its model "
             "is committed and validated, so the file would hold another model than the one that "
             "its score belongs to. Give every_n_epochs, the number of rounds between checkpoints."
         )
     if "ModelCheckpoint" in kinds and callback._train_time_interval:
-        raise UserError(
+        yield (
             "callback ModelCheckpoint: train_time_interval saves nothing here, because Lightning "
             "leaves it out where a module steps its optimizer itself, as a round does. Give "
             "every_n_epochs, the number of rounds between checkpoints."
@@ -231,7 +232,7 @@ def check_callback(trainer: Any, callback: Any) -> None:
     if "StochasticWeightAveraging" in kinds and trainer.lightning_module is not None:
         modules = trainer.lightning_module.modules()
         if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in modules):
-            raise UserError(
+            yield (
                 "callback StochasticWeightAveraging: with BatchNorm it adds an epoch to estimate "
                 "the statistics of the averaged weights, and here that epoch would be a round, "
                 "which trains the weights further. Use a learner without BatchNorm (GroupNorm), or "
@@ -239,14 +240,15 @@ def check_callback(trainer: Any, callback: Any) -> None:
             )
 
 
-def check_processes(trainer: Any) -> None:
+@refusing
+def check_processes(trainer: Any) -> Iterator[str]:
     """Refuse a strategy or a callback that cannot work in several processes.
 
     Raises:
         UserError: the object is refused; the error says what to use instead.
     """
     if not isinstance(trainer.strategy, FederatedStrategy):
-        raise UserError(
+        yield (
             f"trainer.devices gives {trainer.world_size} processes, but trainer.strategy is "
             f"{type(trainer.strategy).__name__}, which would average gradients of different "
             "clients. Use --trainer.strategy federated (in Python: strategy='federated')."
@@ -254,7 +256,7 @@ def check_processes(trainer: Any) -> None:
     for callback in trainer.callbacks:
         name = type(callback).__name__
         if getattr(callback, "save_on_exception", False) or name == "OnExceptionCheckpoint":
-            raise UserError(
+            yield (
                 f"callback {name} saves after an exception (save_on_exception). Several processes "
                 "cannot do that together: if one fails, the others do not take part. Set "
                 "save_on_exception=False, and resume from the checkpoint of the last round."
