@@ -397,7 +397,9 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         They are keyed by (secret, purpose, counters), or by the seed that ``clients_draw_from``
         gives. For noise use :meth:`Clients.private_generator`.
         """
-        return drawn_from(self._run.secret, purpose, *counters)
+        lacks = f"{type(self).__name__} draws from no secret: see clients_draw_from"
+        key: Key = required(self._run.secret, lacks)
+        return drawn_from(key, purpose, *counters)
 
     def steps_of(self, client: int, epochs: float) -> int:
         """Return the local steps of so many epochs of a client, for use in :meth:`steps`."""

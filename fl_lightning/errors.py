@@ -8,12 +8,10 @@ import linecache
 import os
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from functools import wraps
+from collections.abc import Iterable
 from importlib import import_module
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
 
 
@@ -69,21 +67,6 @@ def required(value: Value | None, otherwise: str, kind: type[Exception] = Runtim
     if value is None:
         raise kind(otherwise)
     return value
-
-
-def refusing(reasons: Callable[Arguments, Iterator[str]]) -> Callable[Arguments, None]:
-    """Make a check of a function that yields why something is refused: its first reason is raised.
-
-    Raises:
-        UserError: there is a reason.
-    """
-
-    @wraps(reasons)
-    def check(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:
-        for reason in reasons(*arguments, **named):
-            raise UserError(reason)
-
-    return check
 
 
 def refuse_both(one: str, other: str, why: str) -> NoReturn:

@@ -5,7 +5,7 @@ The simulation costs no time: time is virtual, and the order of events is comput
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 from fl_lightning.aggregation import traffic
 from fl_lightning.callback import Above, AtLeast, AtMost, BelowOne, FederatedCallback, PositiveFloat
 from fl_lightning.callback_list import CallbackList
-from fl_lightning.errors import UserError, refusing
+from fl_lightning.errors import UserError
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.settings import Settings
 from fl_lightning.virtual.buffered import Buffered, Hinge, Polynomial
@@ -201,13 +201,10 @@ def plan(cohort: Cohort, settings: Settings, methods: CallbackList, w: Tensor) -
     return Synchronous(heterogeneity, drawn, cohort.n, cohort.steps_in, durations, clock.rule())
 
 
-@refusing
-def _check_asynchronous(
-    asynchronous: Buffered, cohort: Cohort, methods: CallbackList
-) -> Iterator[str]:
+def _check_asynchronous(asynchronous: Buffered, cohort: Cohort, methods: CallbackList) -> None:
     """Refuse methods and settings that cannot work with updates of earlier models."""
     if asynchronous.buffer > cohort.m:
-        yield (
+        raise UserError(
             f"asynchronous: size={asynchronous.buffer} is more than the {cohort.m} clients. Each "
             "client waits for the step that uses its update, so this number never arrives. Give a "
             "smaller size."
@@ -215,13 +212,13 @@ def _check_asynchronous(
     for callback in methods.callbacks:
         name = type(callback).__name__
         if isinstance(callback, VirtualClock):
-            yield (
+            raise UserError(
                 "VirtualClock beside asynchronous: an asynchronous run has its own clock, from its "
                 "devices. Leave VirtualClock out."
             )
         sends = any(key.startswith(f"{name}.") for key in methods.sent_to_clients())
         if sends or not (callback.role == "measurement" or callback.tolerates_staleness):
-            yield (
+            raise UserError(
                 f"method: {name} does not say that it tolerates staleness, and in an asynchronous "
                 "run clients train from earlier models, but with present server states. Leave one "
                 "of the two out. Or set tolerates_staleness = True in the class, if its clients "

@@ -12,7 +12,7 @@ import csv
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.errors import UserError, refusing, suggest
+from fl_lightning.errors import UserError, suggest
 from fl_lightning.introspection.accepted import Above, AtMost, Checked, NonNegativeInt, PositiveInt
 from fl_lightning.sampling import generator
 from fl_lightning.schedules import arguments
@@ -111,10 +111,12 @@ class Grid(Topology):
         rows = self.rows
         if rows is None:
             rows = next(k for k in range(math.isqrt(m), 0, -1) if m % k == 0)
-        if m % rows or min(rows, m // rows) < 2:
+        if m % rows:
+            raise UserError(f"topology: {self} needs a multiple of {rows} clients, and has {m}.")
+        if min(rows, m // rows) < 2:
             raise UserError(
-                f"topology: {name} of {m} clients would have {rows} rows of {m / rows:g}, and both "
-                "have to be whole numbers from 2. Use another number of rows or clients, or Ring."
+                f"topology: {name} of {m} clients would have {rows} rows of {m // rows}, and both "
+                "have to be at least 2. Use another number of clients, or Ring."
             )
         return rows
 
@@ -204,10 +206,12 @@ class RandomRegular(Topology):
         self.varies = varying
 
     def edges(self, m: int, t: int, seed: int) -> Ints:
-        if self.degree >= m or m * self.degree % 2:
+        if self.degree >= m:
+            raise UserError(f"topology: {self}: {m} clients have at most {m - 1} neighbours.")
+        if m * self.degree % 2:
             raise UserError(
-                f"topology: {self}: there is no such graph of {m} clients. degree has to be below "
-                f"{m}, and degree times {m} even."
+                f"topology: {self}: {m} clients times {self.degree} neighbours is odd, so there is "
+                "no such graph. Change one of the two."
             )
         return _drawn(self, "random_regular_graph", self.degree, m, t=t, seed=seed)
 
@@ -255,11 +259,14 @@ class FromEdges(Topology):
         pairs = _numbers(edges)
         pairs = pairs if pairs.size else pairs.reshape(0, 2)
         # Other shapes, such as (2, E), have as many numbers, and would be another graph.
-        whole = (pairs == np.floor(pairs)) & (pairs >= 0) & (pairs < 2**53)
-        if pairs.ndim != 2 or pairs.shape[1] != 2 or not whole.all():
+        if pairs.ndim != 2 or pairs.shape[1] != 2:
             raise UserError(
-                f"topology: {self.source}: edges have to be pairs of clients, whole numbers from "
-                f"0, of shape (E, 2), and here they have shape {pairs.shape}."
+                f"topology: {self.source}: edges have to be pairs of clients, of shape (E, 2), and "
+                f"have shape {pairs.shape}."
+            )
+        if (pairs != np.floor(pairs)).any() or (pairs < 0).any() or (pairs >= 2**53).any():
+            raise UserError(
+                f"topology: {self.source}: edges are pairs of clients, whole numbers from 0."
             )
         self._pairs = pairs.astype(np.int64)
         if not directed:
@@ -268,6 +275,8 @@ class FromEdges(Topology):
         self._pairs = self._pairs[order]
         if weights is not None:
             self.weights = _numbers(weights)
+            if self.weights.ndim != 1:
+                raise UserError(f"topology: {self.source}: weights have to be one number per edge.")
         check_edges(f"topology: {self.source}", self._pairs, self.weights)
         self.weights = None if self.weights is None else self.weights[order]
 
@@ -431,16 +440,18 @@ def links_of(topology: Topology, m: int, t: int, seed: int) -> Links:
     """
     edges = np.asarray(topology.edges(m, t, seed))
     name = getattr(topology, "source", repr(topology))
-    why = ""
     if edges.ndim != 2 or edges.shape[1] != 2 or edges.dtype.kind not in "iu":
-        returned = f"{edges.dtype} of shape {edges.shape}"
-        why = f"edges has to return integers of shape (E, 2), and returned {returned}"
-    elif len(outside := edges[(edges < 0) | (edges >= m)]):
-        there = f"there are {m} clients, numbered from 0 to {m - 1}"
-        why = f"client {outside[0]} does not exist: {there}"
-    if why:
-        raise UserError(f"topology: {name}: {why}.")
+        raise UserError(
+            f"topology: {name}: edges has to return integers of shape (E, 2), and returned "
+            f"{edges.dtype} of shape {edges.shape}."
+        )
     edges = edges.astype(np.int64)
+    outside = edges[(edges < 0) | (edges >= m)]
+    if len(outside):
+        raise UserError(
+            f"topology: {name}: client {outside[0]} does not exist: there are {m} clients, "
+            f"numbered from 0 to {m - 1}."
+        )
     weights = None if topology.weights is None else np.asarray(topology.weights, np.float64)
     check_edges(
         f"topology: {name}", edges if topology.directed else np.sort(edges, axis=1), weights
@@ -513,8 +524,7 @@ def drawn(links: Links, title: str) -> Figure:
     return figure
 
 
-@refusing
-def check_edges(where: str, pairs: Ints, weights: Floats | None) -> Iterator[str]:
+def check_edges(where: str, pairs: Ints, weights: Floats | None) -> None:
     """Refuse loops, edges that are given twice, and weights of another number.
 
     Raises:
@@ -522,18 +532,18 @@ def check_edges(where: str, pairs: Ints, weights: Floats | None) -> Iterator[str
     """
     loops = pairs[pairs[:, 0] == pairs[:, 1]]
     if len(loops):
-        yield (f"{where}: client {loops[0, 0]} is given as its own neighbour.")
+        raise UserError(f"{where}: client {loops[0, 0]} is given as its own neighbour.")
     unique, counts = np.unique(pairs, axis=0, return_counts=True)
     if len(unique) < len(pairs):
         sender, receiver = unique[counts > 1][0]
-        yield (
+        raise UserError(
             f"{where}: the edge ({sender}, {receiver}) is given twice. Without "
             "directed=True an edge goes both ways."
         )
-    if weights is not None and weights.shape != (len(pairs),):
-        yield (
-            f"{where}: there are {len(pairs)} edges, and weights of shape {weights.shape}. Give "
-            "one weight per edge."
+    if weights is not None and len(weights) != len(pairs):
+        raise UserError(
+            f"{where}: there are {len(pairs)} edges and {len(weights)} weights. Give one "
+            "weight per edge."
         )
 
 

@@ -169,26 +169,25 @@ def check_weights(method: Gossip, links: Links, weights: NDArray[np.float64]) ->
     """Refuse weights with which the exchange does not keep the mean of the models."""
     m = len(links.sent)
     negative = np.flatnonzero(~(weights >= 0))
+    if len(negative):
+        k = negative[0]
+        raise UserError(
+            f"Gossip: the weight of the edge ({links.senders[k]}, {links.receivers[k]}) is "
+            f"{weights[k]:g}. Weights are from 0."
+        )
     gets = np.bincount(links.receivers, weights, minlength=m)
     gives = np.bincount(links.senders, weights, minlength=m)
     much = np.flatnonzero(gets > 1 + 1e-9)
+    if len(much):
+        raise UserError(
+            f"Gossip: the weights by which client {much[0]} takes its neighbours' models add up to "
+            f"{gets[much[0]]:g}, so its own would be negative. Give smaller ones."
+        )
     lost = np.flatnonzero(np.abs(gives - gets) > 1e-9)
-    why = ""
-    if len(negative):
-        k = negative[0]
-        edge = f"({links.senders[k]}, {links.receivers[k]})"
-        why = f"the weight of the edge {edge} is {weights[k]:g}. Weights are from 0"
-    elif len(much):
-        why = (
-            f"the weights by which client {much[0]} takes its neighbours' models add up to "
-            f"{gets[much[0]]:g}, so its own would be negative. Give smaller ones"
+    if len(lost):
+        raise UserError(
+            f"Gossip: the weights by which others take the model of client {lost[0]}, and its own, "
+            f"add up to {1 - gets[lost[0]] + gives[lost[0]]:.9g} and not to 1, so the models would "
+            "lose their mean. Use weights='metropolis', weights of your own with columns that add "
+            "up to 1, or PushSum."
         )
-    elif len(lost):
-        why = (
-            f"the weights by which others take the model of client {lost[0]}, and its own, add up "
-            f"to {1 - gets[lost[0]] + gives[lost[0]]:.9g} and not to 1, so the models would lose "
-            "their mean. Use weights='metropolis', weights of your own with columns that add up "
-            "to 1, or PushSum"
-        )
-    if why:
-        raise UserError(f"Gossip: {why}.")

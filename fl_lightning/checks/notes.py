@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fl_lightning.errors import refusing
+from fl_lightning.errors import UserError
 
 # Torch's optimizers whose step is proportional to their learning rate.
 LINEAR = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam")
@@ -158,8 +158,7 @@ def beyond_memory(kept: Mapping[str, int], clients: int, budget: int) -> str:
     )
 
 
-@refusing
-def refuse_optimizer(run: RunFacts, direction: str, rate: str) -> Iterator[str]:
+def refuse_optimizer(run: RunFacts, direction: str, rate: str) -> None:
     """Refuse client optimizers whose own rule would change a method's decision about a step.
 
     Args:
@@ -173,19 +172,19 @@ def refuse_optimizer(run: RunFacts, direction: str, rate: str) -> Iterator[str]:
         kind = run.optimizer
         if kind == "SGD":
             kind = "SGD with momentum, maximize or several groups"
-        yield (
+        raise UserError(
             f"method: {direction} decides in which direction clients step, and the client "
             f"optimizer is {kind}, whose update rule would change that direction again. Use plain "
             "SGD: model.client_optimizer=torch.optim.SGD, with lr and weight_decay only."
         )
     if rate and run.by_step:
-        yield (
+        raise UserError(
             f"method: {rate} decides the learning rate of each local step, and so does "
             "client_scheduler='local_steps'. Set model.client_scheduler='rounds' or 'ignore', or "
             f"leave {rate} out."
         )
     if rate and run.optimizer and run.optimizer not in LINEAR:
-        yield (
+        raise UserError(
             f"method: {rate} multiplies the learning rate of each local step, but a step of "
             f"{run.optimizer} is not proportional to its learning rate. Use one of torch.optim's "
             f"{', '.join(LINEAR)}."

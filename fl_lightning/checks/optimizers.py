@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from fl_lightning.errors import UserError, refusing
+from fl_lightning.errors import UserError
 from fl_lightning.introspection.accepted import check
 from fl_lightning.schedules import LARGEST, Rate, Schedule
 
@@ -44,8 +44,7 @@ def rates_over(name: str, decay: float | Schedule, rounds: int) -> None:
         )
 
 
-@refusing
-def check_optimizer(name: str, optimizer: Any) -> Iterator[str]:
+def check_optimizer(name: str, optimizer: Any) -> None:
     """Refuse an object that is not an optimizer, or an optimizer with a step that a run cannot
     take.
 
@@ -58,25 +57,25 @@ def check_optimizer(name: str, optimizer: Any) -> Iterator[str]:
     """
     if not isinstance(optimizer, Optimizer):
         result = "nothing" if optimizer is None else f"a {type(optimizer).__name__}"
-        yield (
+        raise UserError(
             f"{name}: it gives {result}, but has to be a function params -> torch.optim.Optimizer."
         )
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
-        yield (
+        raise UserError(
             f"{name}: {kind} evaluates the loss several times a step, which cannot work here. Use "
             "an optimizer that takes one gradient per step, such as torch.optim.SGD or "
             "torch.optim.Adam."
         )
     if any(group.get("maximize") for group in optimizer.param_groups):
-        yield (
+        raise UserError(
             f"{name}: {kind} has maximize=True and would step up the gradient, but methods and the "
             "server need optimizers that step down. Leave it out; to maximize, return the "
             "negated loss."
         )
     for group in optimizer.param_groups:
         if not isinstance(group.get("lr"), Real | torch.Tensor):
-            yield (
+            raise UserError(
                 f"{name}: {kind} has lr={group.get('lr')!r}, and a run sets the learning rate in "
                 "each round, so it needs a number. Give a number; transformers' Adafactor takes it "
                 "as Adafactor(params, lr=1e-3, relative_step=False, scale_parameter=False)."

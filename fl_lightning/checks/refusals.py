@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
 from torch import nn
 
 from fl_lightning.checks.optimizers import rates_over
-from fl_lightning.errors import UserError, check_on_disk, refusing
+from fl_lightning.errors import UserError, check_on_disk
 from fl_lightning.learner.modules import lightning_base, overrides
 from fl_lightning.machine.federated_strategy import FederatedStrategy
 
@@ -58,8 +57,7 @@ REFUSED_CALLBACKS = {
 }
 
 
-@refusing
-def check_learner(learner: Any) -> Iterator[str]:
+def check_learner(learner: Any) -> None:
     """Refuse learners that the federated loop cannot train as they ask for.
 
     Raises:
@@ -68,18 +66,18 @@ def check_learner(learner: Any) -> Iterator[str]:
     """
     name = type(learner).__name__
     if any(kind.__name__ == "FederatedModule" for kind in type(learner).__mro__):
-        yield (
+        raise UserError(
             f"learner: {name} is a FederatedModule already. Give it to the Trainer, or wrap its "
             "learner: FederatedModule(module.learner, …)."
         )
     if isinstance(learner, type):
-        yield (
+        raise UserError(
             f"learner: {learner.__name__} is a class. Give an object of it: {learner.__name__}(…)."
         )
     compiled = getattr(learner, "_orig_mod", None)
     if lightning_base(compiled) is not None:
         inner = type(compiled).__name__
-        yield (
+        raise UserError(
             f"learner: this is torch.compile({inner}(…)), whose training_step would not be the "
             f"compiled one. Give the learner itself, FederatedModule({inner}(…), …), and compile "
             "parts of it in its __init__ if need be."
@@ -89,18 +87,18 @@ def check_learner(learner: Any) -> Iterator[str]:
             hint = f"wrap it: Classifier({name}(), num_classes=10)"
         else:
             hint = "pass one"
-        yield (
+        raise UserError(
             f"learner: {name} is not a LightningModule; accepted is any LightningModule of "
             "pytorch_lightning or lightning.pytorch whose training_step returns the local loss; "
             f"{hint}."
         )
     if not overrides(learner, "training_step"):
-        yield (
+        raise UserError(
             f"learner: {name} has no training_step. Write training_step(self, batch, batch_idx); "
             "it returns the local loss."
         )
     if not learner.automatic_optimization:
-        yield (
+        raise UserError(
             f"learner: {name} uses manual optimization (automatic_optimization=False), and a "
             "federated run cannot run such steps per client: it steps one optimizer itself. Let "
             "training_step return one loss and configure_optimizers give one optimizer, and "
@@ -108,7 +106,9 @@ def check_learner(learner: Any) -> Iterator[str]:
         )
     for hook, why in REFUSED_HOOKS.items():
         if overrides(learner, hook):
-            yield (f"learner: {name} overrides {hook}, which a federated run does not call: {why}.")
+            raise UserError(
+                f"learner: {name} overrides {hook}, which a federated run does not call: {why}."
+            )
 
 
 def check_trainer(trainer: Any) -> None:
@@ -201,8 +201,7 @@ def check_folders(trainer: Any) -> None:
         check_on_disk(option, folder)
 
 
-@refusing
-def check_callback(trainer: Any, callback: Any) -> Iterator[str]:
+def check_callback(trainer: Any, callback: Any) -> None:
     """Refuse a callback of Lightning that cannot work when one epoch is one round.
 
     Raises:
@@ -213,18 +212,18 @@ def check_callback(trainer: Any, callback: Any) -> Iterator[str]:
     kinds = [kind.__name__ for kind in type(callback).__mro__]
     for kind in kinds:
         if kind in REFUSED_CALLBACKS:
-            yield (
+            raise UserError(
                 f"trainer.callbacks: {name} cannot work in a federated run: "
                 f"{REFUSED_CALLBACKS[kind]}."
             )
     if "ModelCheckpoint" in kinds and callback._every_n_train_steps:
-        yield (
+        raise UserError(
             "callback ModelCheckpoint: every_n_train_steps saves within a round, before its model "
             "is committed and validated, so the file would hold another model than the one that "
             "its score belongs to. Give every_n_epochs, the number of rounds between checkpoints."
         )
     if "ModelCheckpoint" in kinds and callback._train_time_interval:
-        yield (
+        raise UserError(
             "callback ModelCheckpoint: train_time_interval saves nothing here, because Lightning "
             "leaves it out where a module steps its optimizer itself, as a round does. Give "
             "every_n_epochs, the number of rounds between checkpoints."
@@ -232,7 +231,7 @@ def check_callback(trainer: Any, callback: Any) -> Iterator[str]:
     if "StochasticWeightAveraging" in kinds and trainer.lightning_module is not None:
         modules = trainer.lightning_module.modules()
         if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in modules):
-            yield (
+            raise UserError(
                 "callback StochasticWeightAveraging: with BatchNorm it adds an epoch to estimate "
                 "the statistics of the averaged weights, and here that epoch would be a round, "
                 "which trains the weights further. Use a learner without BatchNorm (GroupNorm), or "
@@ -240,15 +239,14 @@ def check_callback(trainer: Any, callback: Any) -> Iterator[str]:
             )
 
 
-@refusing
-def check_processes(trainer: Any) -> Iterator[str]:
+def check_processes(trainer: Any) -> None:
     """Refuse a strategy or a callback that cannot work in several processes.
 
     Raises:
         UserError: the object is refused; the error says what to use instead.
     """
     if not isinstance(trainer.strategy, FederatedStrategy):
-        yield (
+        raise UserError(
             f"trainer.devices gives {trainer.world_size} processes, but trainer.strategy is "
             f"{type(trainer.strategy).__name__}, which would average gradients of different "
             "clients. Use --trainer.strategy federated (in Python: strategy='federated')."
@@ -256,7 +254,7 @@ def check_processes(trainer: Any) -> Iterator[str]:
     for callback in trainer.callbacks:
         name = type(callback).__name__
         if getattr(callback, "save_on_exception", False) or name == "OnExceptionCheckpoint":
-            yield (
+            raise UserError(
                 f"callback {name} saves after an exception (save_on_exception). Several processes "
                 "cannot do that together: if one fails, the others do not take part. Set "
                 "save_on_exception=False, and resume from the checkpoint of the last round."

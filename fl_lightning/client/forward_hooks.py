@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from fl_lightning.callback_list import CallbackList, checked_loss
 from fl_lightning.client.flat_learner import FlatLearner
-from fl_lightning.errors import UserError, refusing, required
+from fl_lightning.errors import UserError, required
 from fl_lightning.learner.taps import Seen, Tap, tapped, taps_of, versions
 from fl_lightning.machine.random_state import PassDraws, drawn_again
 from fl_lightning.round.client_group import ClientGroup
@@ -133,8 +133,7 @@ class ForwardHooks:
             return {name: kept(own, value) for name, value in seen.of(taps).items()}
 
 
-@refusing
-def check_owners(owners: Mapping[str, Callable[..., Any]], taps: list[Tap]) -> Iterator[str]:
+def check_owners(owners: Mapping[str, Callable[..., Any]], taps: list[Tap]) -> None:
     """Refuse two methods that both change what a module gives, and one that names no output.
 
     Raises:
@@ -146,14 +145,14 @@ def check_owners(owners: Mapping[str, Callable[..., Any]], taps: list[Tap]) -> I
             continue
         other = by_path.setdefault(tap.path, tap)
         if other is not tap:
-            yield (
+            raise UserError(
                 f"method: {other} and {tap} both replace the output of the module {tap.path!r} "
                 "(the hook `local_output`), but only one tap of a run may do that. Keep one of "
                 "them."
             )
     for method in owners:
         if all(tap.method != method for tap in by_path.values()):
-            yield (
+            raise UserError(
                 f"method: {method} has the hook `local_output`, but its `taps` do not name the "
                 "output of a module, such as {'logits': 'last'}."
             )

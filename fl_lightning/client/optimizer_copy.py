@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.errors import UserError, refusing
+from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import same_bits
 from fl_lightning.round.client_schedule import MOVED
 
@@ -65,8 +65,7 @@ def copied_values(values: Mapping[str, Any], replaced: Mapping[int, Any]) -> dic
     return copies
 
 
-@refusing
-def check_alone(optimizer: Optimizer) -> Iterator[str]:
+def check_alone(optimizer: Optimizer) -> None:
     """Refuse a client optimizer of which a client could not have its own copy.
 
     Raises:
@@ -76,7 +75,7 @@ def check_alone(optimizer: Optimizer) -> Iterator[str]:
     kind = type(optimizer).__name__
     for name in ("step_pre_hook", "step_post_hook"):
         if getattr(optimizer, f"_optimizer_{name}s", None):
-            yield (
+            raise UserError(
                 f"client_optimizer: {kind} has hooks of its steps (register_{name}). Each client "
                 "steps with a copy of the optimizer, and the copy does not call these hooks. "
                 "Remove them. The learner's on_before_optimizer_step sees the gradients of each "
@@ -85,7 +84,7 @@ def check_alone(optimizer: Optimizer) -> Iterator[str]:
     for name, held in own_attributes(optimizer).items():
         if isinstance(held, Optimizer):
             other = type(held).__name__
-            yield (
+            raise UserError(
                 f"client_optimizer: {kind} holds another optimizer ({name}: {other}), which steps "
                 f"the learner's parameters and not a client's. Use {other} itself; what {kind} "
                 "adds to it (slow weights, say) can be a FederatedCallback with on_local_step_end."

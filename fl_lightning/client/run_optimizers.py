@@ -16,7 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 from fl_lightning.checks.optimizers import check_held, check_optimizer
 from fl_lightning.client.client_optimizer import is_plain_sgd, of_server, rates
 from fl_lightning.client.optimizer_copy import Shown, check_alone, shallow
-from fl_lightning.errors import UserError, refusing
+from fl_lightning.errors import UserError
 from fl_lightning.introspection.attribute_view import View
 from fl_lightning.introspection.init_args import Difference, differences
 from fl_lightning.learner.layout import trainable
@@ -246,42 +246,40 @@ def steps_shown(learner: Any, steps: Callable[[], int]) -> Iterator[list[int]]:
             part._trainer = trainer
 
 
-@refusing
-def check_ignored(schedulers: list[tuple[Any, int]]) -> Iterator[str]:
+def check_ignored(schedulers: list[tuple[Any, int]]) -> None:
     """Refuse to ignore a scheduler that replaces the rate and the momentum as it is built."""
     for scheduler, _ in schedulers:
         if isinstance(scheduler, lr_scheduler.OneCycleLR | lr_scheduler.CyclicLR):
-            yield (
+            raise UserError(
                 f"client_scheduler='ignore': {type(scheduler).__name__} replaces the optimizer's "
                 "learning rate and momentum, so none are left without it. Set client_scheduler="
                 "'local_steps' or 'rounds', or give client_optimizer."
             )
 
 
-@refusing
 def check_scheduler(
     learner: Any, factory: object, schedulers: list[tuple[Any, int]], unit: str
-) -> Iterator[str]:
+) -> None:
     """Refuse a scheduler that cannot be stepped as ``client_scheduler`` asks."""
     name = type(learner).__name__
     option = f"client_scheduler={unit!r}"
     if factory is not None:
-        yield (
+        raise UserError(
             f"{option} steps the lr scheduler of the learner's configure_optimizers, but "
             "client_optimizer replaces that optimizer. Leave out one of the two."
         )
     if not schedulers:
-        yield (
+        raise UserError(
             f"{option}: learner {name}: configure_optimizers gives no lr scheduler. Return one "
             "beside the optimizer, or leave the option out; lr_decay decays by the round."
         )
     if any(isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) for scheduler, _ in schedulers):
-        yield (
+        raise UserError(
             f"{option}: ReduceLROnPlateau steps by a metric, which is not known before the run. "
             "Use a scheduler that counts steps, or client_scheduler='ignore' with lr_decay."
         )
     if overrides(learner, "lr_scheduler_step"):
-        yield (
+        raise UserError(
             f"{option}: learner {name} steps its scheduler itself (lr_scheduler_step), by values "
             "that only plain training has. Remove that hook, or use client_scheduler='ignore'."
         )

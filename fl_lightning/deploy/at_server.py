@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from fl_lightning.deploy.same_config import config_of
 from fl_lightning.deploy.site_data import Told
 from fl_lightning.deploy.sites_engine import Sites
 from fl_lightning.deploy.transport import Transport
-from fl_lightning.errors import UserError, refusing
+from fl_lightning.errors import UserError
 from fl_lightning.evaluation.validated_model import evaluated
 from fl_lightning.learner.modules import overrides
 from fl_lightning.loop import FederatedLoop
@@ -192,45 +192,42 @@ def number_in(folder: Path, begins: int) -> int:
     return run
 
 
-@refusing
-def refuse_methods(callbacks: list[Any]) -> Iterator[str]:
+def refuse_methods(callbacks: list[Any]) -> None:
     """Refuse callbacks that cannot work while clients are at sites."""
     for callback in callbacks:
         if what := getattr(callback, "not_over_sites", ""):
-            yield (
+            raise UserError(
                 f"method: {type(callback).__name__} needs {what} at the server, but they stay at "
                 "the sites. Leave it out, or simulate with `fl-lightning fit`."
             )
 
 
-@refusing
-def refuse(loop: FederatedLoop, callbacks: list[Any]) -> Iterator[str]:
+def refuse(loop: FederatedLoop, callbacks: list[Any]) -> None:
     """Before round 0, refuse what is impossible while clients are at sites."""
     refuse_methods(callbacks)
     if loop.methods.owner("neighbours") is not None:
-        yield (
+        raise UserError(
             f"method: {loop.methods.name_of_owner('neighbours')} has no server, and sites send "
             "everything through one. Simulate the run with `fl-lightning fit`."
         )
     if loop.settings.asynchronous is not None:
-        yield (
+        raise UserError(
             "asynchronous: sites train when the server asks them to, round by round; only "
             "`fl-lightning fit` simulates an order of arrivals. Leave this option out."
         )
     if world_size() > 1:
-        yield (
+        raise UserError(
             f"trainer.devices: the server of sites is one process, and this run has {world_size()}."
             " Use --trainer.devices 1 --trainer.num_nodes 1."
         )
 
 
-@refusing
-def refuse_unsent(callback: object, name: str) -> Iterator[str]:
+def refuse_unsent(callback: object, name: str) -> None:
     """Refuse an attribute that a method assigns at the server, if sites run hooks of the method,
     too.
     """
     if isinstance(callback, FederatedCallback) and any(map(callback.has, AT_SITES)):
-        yield (
+        raise UserError(
             f"method: {type(callback).__name__} sets self.{name} in a hook that only the server "
             f"runs, and sites, which run its other hooks, would not see it. Declare it with {name} "
             "= ServerState(sent=True), or ServerState() if only hooks of the server read it; or "

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fl_lightning.errors import refusing
+from fl_lightning.errors import UserError
 from fl_lightning.evaluation.instruction_records import read_records
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.evaluation.validated_model import in_learner
@@ -43,17 +43,16 @@ class LanguageMeasurement(Measurement):
     def place(self, number: int) -> str:
         return f"{type(self).__name__}: {str(self.path)!r}, record {number + 1},"
 
-    @refusing
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> Iterator[str]:
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         name = type(self).__name__
         if not hasattr(pl_module.learner, self.asks):
-            yield (
+            raise UserError(
                 f"{name} needs a learner with the method {self.asks}, such as CausalLanguageModel, "
                 f"but the learner is {type(pl_module.learner).__name__}. Leave "
                 f"{name} out, or give the learner that method."
             )
         if getattr(trainer.datamodule, "encoder", None) is None:
-            yield (
+            raise UserError(
                 f"{name} uses the tokenizer of the data, but "
                 f"{type(trainer.datamodule).__name__} has no tokenizer (attribute `encoder`). Use "
                 "InstructionTuning, LanguageModelling or TextClassification."
@@ -61,7 +60,7 @@ class LanguageMeasurement(Measurement):
         longest = getattr(pl_module.learner, "longest", None)
         lengths = self.lengths(trainer.datamodule.encoder)
         if longest is not None and max(lengths) > longest:
-            yield (
+            raise UserError(
                 f"{self.place(lengths.index(max(lengths)))} has {max(lengths)} tokens, but the "
                 f"network takes at most {longest} (config.max_position_embeddings). Shorten the "
                 "record, or leave it out."

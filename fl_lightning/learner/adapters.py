@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.errors import UserError, refusing
+from fl_lightning.errors import UserError
 
 # The names under which a module owns A and B: of a linear layer or a convolution, and of peft's
 # embedding.
@@ -263,8 +263,7 @@ def no_product(why: str, asking: str) -> UserError:
     )
 
 
-@refusing
-def check_untied(layout: Any, asking: str) -> Iterator[str]:
+def check_untied(layout: Any, asking: str) -> None:
     """Refuse adapters whose frozen weight a method cannot change.
 
     Raises:
@@ -272,29 +271,28 @@ def check_untied(layout: Any, asking: str) -> Iterator[str]:
     """
     for adapter in layout.adapters:
         if not adapter.weight:
-            yield (
+            raise UserError(
                 f"method: {asking} adds to the frozen weight under each adapter, and "
                 f"{adapter.name} has none: the module {adapter.holder} has no parameter "
                 "base_layer.weight or weight that is frozen (requires_grad=False). Freeze it, or "
                 "use a method that leaves the base as it is, such as FedIT."
             )
         if adapter.shared_with:
-            yield (
+            raise UserError(
                 f"method: {asking} changes the frozen weight {adapter.weight}, and the module "
                 f"{adapter.shared_with} uses the same one (tied weights), so it would change too. "
                 "Leave this layer out of LoRA's target_modules, or untie the weights."
             )
 
 
-@refusing
-def check_there(layout: Any, asking: str) -> Iterator[str]:
+def check_there(layout: Any, asking: str) -> None:
     """Refuse a learner without adapters.
 
     Raises:
         UserError: it names the method, ``asking``, and says how to add LoRA.
     """
     if not layout.adapters:
-        yield (
+        raise UserError(
             f"method: {asking} is for adapters (LoRA), but the learner has none: no module "
             "has trainable parameters lora_A and lora_B. Wrap the network before it is "
             "given to the run: network = peft.get_peft_model(network, peft.LoraConfig(r=8, "

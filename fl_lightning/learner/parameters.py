@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.errors import UserError, refusing
+from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import trainable
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 
 Slots = list[tuple[str, nn.Module, dict[str, nn.Parameter | None], dict[str, nn.Module | None]]]
 
 
-@refusing
-def check_learner_parameters(learner: nn.Module) -> Iterator[str]:
+def check_learner_parameters(learner: nn.Module) -> None:
     """Refuse parameters that cannot be part of one flat vector.
 
     Raises:
@@ -32,19 +31,19 @@ def check_learner_parameters(learner: nn.Module) -> Iterator[str]:
     dtypes = {p.dtype for _, p in trainable(learner)}
     if len(dtypes) > 1:
         named = ", ".join(sorted(str(d) for d in dtypes))
-        yield (
+        raise UserError(
             f"learner {type(learner).__name__} has trainable parameters of several dtypes "
             f"({named}); a federated run needs one. Convert it (learner.float()) or freeze the "
             "others (requires_grad_(False))."
         )
     if not dtypes:
-        yield (
+        raise UserError(
             f"learner {type(learner).__name__} has no trainable parameters: nothing to average. "
             "Leave requires_grad on for at least one, and create them in __init__, setup or "
             "configure_model."
         )
     for one, other in sharing(learner):
-        yield (
+        raise UserError(
             f"learner {type(learner).__name__}: {one} and {other} are two tensors over the same "
             "memory. A federated run would silently separate them, because each parameter gets its "
             "own place in one vector. Make them one Parameter (b.weight = a.weight, not a new "
@@ -52,8 +51,7 @@ def check_learner_parameters(learner: nn.Module) -> Iterator[str]:
         )
 
 
-@refusing
-def check_precision(learner: nn.Module) -> Iterator[str]:
+def check_precision(learner: nn.Module) -> None:
     """Refuse trainable parameters of less than float32, which lose small steps, and complex ones.
 
     Frozen parameters may have any dtype.
@@ -65,7 +63,7 @@ def check_precision(learner: nn.Module) -> Iterator[str]:
         wide = torch.promote_types(parameter.dtype, torch.float32) == parameter.dtype
         if parameter.is_complex() or not wide:
             kind = str(parameter.dtype).removeprefix("torch.")
-            yield (
+            raise UserError(
                 f"learner {type(learner).__name__}: the trainable parameter {name} is {kind}, and "
                 "the server's model, sums and states would be too, which loses small steps. Make "
                 "it float32 (learner.float(), or parameter.data = parameter.data.float(); a "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from fl_lightning.errors import UserError, optional, refusing, suggest
+from fl_lightning.errors import UserError, optional, suggest
 from fl_lightning.models.multi_head import MultiHead, with_heads
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -86,10 +86,9 @@ def network(
     return model
 
 
-@refusing
 def check_trained(
     wanted_by: str, base_dtype: str, quantize: int | str | None, chosen: Mapping[str, Any]
-) -> Iterator[str]:
+) -> None:
     """Refuse two choices of what is trained, and a type of frozen weights if none is frozen.
 
     Args:
@@ -97,13 +96,13 @@ def check_trained(
     """
     given = [name for name, value in chosen.items() if value is not None]
     if len(given) > 1:
-        yield (
+        raise UserError(
             f"{wanted_by}: {' and '.join(given)} both choose the parameters to train; give one of "
             "them (lora's modules_to_save names further modules to train)."
         )
     option = f"quantize={quantize!r}" if quantize is not None else f"base_dtype={base_dtype!r}"
     if (quantize is not None or base_dtype != "float32") and not given:
-        yield (
+        raise UserError(
             f"{wanted_by}: {option} is for frozen weights, and here all weights are trained, in "
             "float32. Give lora, such as {r: 8, target_modules: [q_proj, v_proj]}, trainable or "
             "heads; for a forward pass in bfloat16 give --trainer.precision bf16-mixed."

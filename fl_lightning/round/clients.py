@@ -14,7 +14,7 @@ from fl_lightning.introspection.hook_arguments import unasked
 from fl_lightning.learner.layout import Layout
 from fl_lightning.machine.device_memory import to_device
 from fl_lightning.round.client_group import LOSS, ClientGroup
-from fl_lightning.storage.secret import drawn_from
+from fl_lightning.storage.secret import Key, drawn_from
 
 
 class HookSubject:
@@ -403,7 +403,10 @@ class Clients(HookSubject):
             step: number of the local step.
             onto: all values to which the noise is added.
         """
-        key = self._group.round.noise_of_clients
+        key: Key = required(
+            self._group.round.noise_of_clients,
+            "only a method with the attribute clients_draw_from may call clients.private_generator",
+        )
         content = onto.detach().cpu().contiguous().view(-1).numpy().data
         (client,) = self.client_ids
         return drawn_from(key, purpose, self.round, client, step, onto=content)

@@ -4,14 +4,14 @@ products.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.errors import refusing
+from fl_lightning.errors import UserError
 from fl_lightning.introspection.accepted import NonNegativeFloat, PositiveInt, check
 from fl_lightning.learner.adapters import Adapter
 from fl_lightning.learner.layout import Layout
@@ -48,8 +48,7 @@ class Ranks:
         elif given is not None:
             self.listed = list(given)
 
-    @refusing
-    def check(self, layout: Layout, num_clients: int) -> Iterator[str]:
+    def check(self, layout: Layout, num_clients: int) -> None:
         """Refuse ranks that the learner's adapters do not have.
 
         Raises:
@@ -59,12 +58,12 @@ class Ranks:
         ranks = self.listed if self.listed is not None else [rank for _, rank in self.shares]
         for rank in ranks:
             if rank > largest:
-                yield (
+                raise UserError(
                     f"{self.method}: ranks has {rank}; the learner's adapters have rank "
                     f"{largest}, so accepted are 1 to {largest}."
                 )
         if self.listed is not None and len(self.listed) != num_clients:
-            yield (
+            raise UserError(
                 f"{self.method}: ranks has {len(self.listed)} numbers, and the data have "
                 f"{num_clients} clients. Give one number for each client, or shares: "
                 "ranks={2: 0.5, 8: 0.5}."

@@ -19,7 +19,7 @@ from fl_lightning.round.context import Round
 from fl_lightning.round.declared_state import Declaration
 from fl_lightning.round.transaction import RoundTransaction, refuse_outsiders
 from fl_lightning.sampling import generator
-from fl_lightning.storage.secret import drawn_from
+from fl_lightning.storage.secret import Key, drawn_from
 
 
 class Server(HookSubject):
@@ -204,8 +204,12 @@ class Server(HookSubject):
             purpose: name of the draw.
             onto: all values to which the noise is added, the same in every process.
         """
+        key: Key = required(
+            self._round.noise,
+            "only a method with the attribute draws_from may call server.private_generator",
+        )
         content = onto.detach().cpu().contiguous().view(-1).numpy().data
-        return drawn_from(self._round.noise, "method: " + purpose, self.round, onto=content)
+        return drawn_from(key, "method: " + purpose, self.round, onto=content)
 
     def _guard_rows(self, key: str, declaration: Declaration) -> None:
         """Refuse to read clients' rows at a server that does not have them."""

@@ -86,19 +86,11 @@ Key = int | Secret
 
 
 def drawn_from(
-    key: Key | None, purpose: str, *counters: int, onto: bytes | memoryview = b""
+    key: Key, purpose: str, *counters: int, onto: bytes | memoryview = b""
 ) -> np.random.Generator:
     """Generator of a secret or a seed for (purpose, counters), up to three, such as (round, client,
     step); a secret's also for ``onto``.
-
-    Raises:
-        RuntimeError: the method that draws has declared no key.
     """
-    if key is None:
-        raise RuntimeError(
-            "only a method with the attribute draws_from has the server's private generator, and "
-            "one with clients_draw_from the clients'"
-        )
     if isinstance(key, Secret):
         return key.generator(purpose, *counters, onto=onto)
     return generator(key, purpose, *counters)
