@@ -24,7 +24,7 @@ from fl_lightning.checks.notes import (
     Refusal,
     RunFacts,
 )
-from fl_lightning.errors import Diverged, UserError, refuse_both, required, suggest
+from fl_lightning.errors import Diverged, UserError, refuse_both, suggest
 from fl_lightning.introspection.accepted import (
     Above,
     AtLeast,
@@ -370,14 +370,17 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
 
     @property
     def _transaction(self) -> Any:
-        name = type(self).__name__
-        when = f"{name}'s declared state can only be read during a run"
-        return required(self._bound_transaction, when)
+        if self._bound_transaction is None:
+            raise RuntimeError(
+                f"{type(self).__name__}'s declared state can only be read during a run"
+            )
+        return self._bound_transaction
 
     @property
     def _run(self) -> RunBinding:
-        when = f"{type(self).__name__} knows a run's seed and data only in a run"
-        return required(self._bound_run, when)
+        if self._bound_run is None:
+            raise RuntimeError(f"{type(self).__name__} knows a run's seed and data only in a run")
+        return self._bound_run
 
     def generator(self, purpose: str, *counters: int) -> np.random.Generator:
         """Return random numbers keyed by (the run's seed, purpose, counters), in any hook.
@@ -397,8 +400,9 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         They are keyed by (secret, purpose, counters), or by the seed that ``clients_draw_from``
         gives. For noise use :meth:`Clients.private_generator`.
         """
-        lacks = f"{type(self).__name__} draws from no secret: see clients_draw_from"
-        key: Key = required(self._run.secret, lacks)
+        key = self._run.secret
+        if key is None:
+            raise RuntimeError(f"{type(self).__name__} draws from no secret: see clients_draw_from")
         return drawn_from(key, purpose, *counters)
 
     def steps_of(self, client: int, epochs: float) -> int:

@@ -562,16 +562,11 @@ def checked_steps(name: str, returned: Any, t: int, ids: Sequence[int]) -> list[
     """
     values = returned.tolist() if hasattr(returned, "tolist") else returned
     expected = f"method: {name}.steps has to give each client an integer from 1"
-    wrong = ""
     if not isinstance(values, Iterable) or len(steps := list(values)) != len(ids):
-        wrong = f"for {len(ids)} of them in round {t} it gave {returned!r}"
-    else:
-        for client, k in zip(ids, steps, strict=True):
-            if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
-                wrong = f"to client {client} in round {t} it gave {k!r}"
-                break
-    if wrong:
-        raise UserError(f"{expected}; {wrong}.")
+        raise UserError(f"{expected}; for {len(ids)} of them in round {t} it gave {returned!r}.")
+    for client, k in zip(ids, steps, strict=True):
+        if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
+            raise UserError(f"{expected}; to client {client} in round {t} it gave {k!r}.")
     return [int(k) for k in steps]
 
 

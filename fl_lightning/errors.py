@@ -10,9 +10,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 from importlib import import_module
-from typing import Any, NoReturn, TypeVar
-
-Value = TypeVar("Value")
+from typing import Any, NoReturn
 
 
 class UserError(ValueError):
@@ -56,17 +54,6 @@ def suggest(name: str, accepted: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(str(name), list(accepted), n=1)
     return f" Did you mean '{close[0]}'?" if close else ""
-
-
-def required(value: Value | None, otherwise: str, kind: type[Exception] = RuntimeError) -> Value:
-    """Return a value that exists only at certain times.
-
-    Raises:
-        RuntimeError: it is None; ``otherwise`` says when it exists. ``kind``: another error.
-    """
-    if value is None:
-        raise kind(otherwise)
-    return value
 
 
 def refuse_both(one: str, other: str, why: str) -> NoReturn:

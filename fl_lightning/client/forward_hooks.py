@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from fl_lightning.callback_list import CallbackList, checked_loss
 from fl_lightning.client.flat_learner import FlatLearner
-from fl_lightning.errors import UserError, required
+from fl_lightning.errors import UserError
 from fl_lightning.learner.taps import Seen, Tap, tapped, taps_of, versions
 from fl_lightning.machine.random_state import PassDraws, drawn_again
 from fl_lightning.round.client_group import ClientGroup
@@ -104,18 +104,20 @@ class ForwardHooks:
 
     def seen_at(self, method: str, x: Tensor, training: bool) -> dict[str, Any]:
         """What a method's taps give at x, on the present batch; nothing is left of the pass."""
-        batch, step, before = required(
-            self.latest,
-            "clients.seen_at may be called only in local_loss and in the hooks of a local step",
-        )
-        lacks = f"{method} calls clients.seen_at, and its class declares no `taps`"
-        taps = required(self.taps.get(method) or None, lacks)
+        if self.latest is None:
+            raise RuntimeError(
+                "clients.seen_at may be called only in local_loss and in the hooks of a local step"
+            )
+        taps = self.taps.get(method)
+        if not taps:
+            raise RuntimeError(f"{method} calls clients.seen_at, and its class declares no `taps`")
         group = self.clients._group
         group.count_pass(method)
         # A client's own buffers differ from other clients', so this step must not be replayed for
         # others.
         group.looked_up = group.looked_up or bool(group.round.own_buffers)
         copy = self.copy
+        batch, step, before = self.latest
         if self.versions is not None and versions(batch) != self.versions:
             raise UserError(
                 f"method: {method} looks at each batch a second time, and training_step changes "

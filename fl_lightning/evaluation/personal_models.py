@@ -16,7 +16,7 @@ from fl_lightning.client.client_trainer import ClientTrainer
 from fl_lightning.client.forward_pass import in_full_precision
 from fl_lightning.client.local_step import LocalTraining
 from fl_lightning.engines.engine_context import LearnerCopies, engine_context_of
-from fl_lightning.errors import UserError, required
+from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.evaluation.validated_model import evaluated, in_learner
@@ -103,18 +103,17 @@ def of_run(run: Any, trainer: Any) -> PersonalModels:
     Each process has the values of the clients whose rows it keeps. ``trainer``: Trainer whose
     callbacks may average weights, or None.
     """
-    loop = required(
-        run.loop,
-        "personal models exist only after a run has begun. Ask for personal models after "
-        "trainer.fit, or in a callback.",
-        UserError,
-    )
+    if run.loop is None:
+        raise UserError(
+            "personal models exist only after a run has begun. Ask for personal models after "
+            "trainer.fit, or in a callback."
+        )
     with in_learner(trainer, averages=False) as averages:
-        facts = loop.round_at(max(run.state.rounds - 1, 0))
+        facts = run.loop.round_at(max(run.state.rounds - 1, 0))
         # In a validation w's memory holds averages.
         facts = replace(facts, w=facts.w.clone() if averages else facts.w)
     vector, buffers = evaluated(run.model, trainer)
-    sizes = SampleCounts(loop.cohort.data)
+    sizes = SampleCounts(run.loop.cohort.data)
     facts = replace(facts, sizes=sizes, evaluated=vector, buffers=buffers)
     return PersonalModels(facts, run.methods, run.evaluate)
 

@@ -85,8 +85,6 @@ def put(made: Path, folder: Path) -> None:
     Raises:
         UserError: the folder holds something else than such files.
     """
-    if folder.is_file():
-        raise UserError(f"save_pretrained: {folder} is a file. Give a folder.")
     there = {item.name for item in folder.iterdir()} if folder.exists() else set()
     if there and not there & {"adapter_config.json", "config.json"}:
         raise UserError(

@@ -15,7 +15,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from fl_lightning.errors import UserError, required
+from fl_lightning.errors import UserError
 
 NAMESPACES = ("pytorch_lightning", "lightning.pytorch")
 _HOMES = {
@@ -156,6 +156,6 @@ def is_default_bar(callback: Any) -> bool:
 def __getattr__(name: str) -> Any:
     """Return Lightning's own object of this name, imported at first use."""
     # A script does not need the command line's parser, which is slow to import.
-    lacks = f"module {__name__!r} has no attribute {name!r}"
-    home = required(_HOMES.get(name), lacks, AttributeError)
-    return getattr(import_module(f"{NAMESPACE}.{home}"), name)
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{NAMESPACE}.{_HOMES[name]}"), name)

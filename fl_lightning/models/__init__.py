@@ -10,7 +10,6 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fl_lightning.errors import required
 from fl_lightning.models.multi_head import MultiHead
 from fl_lightning.models.small import MLP, VGG11, FedAvgCNN, LeNet, ResNet20
 
@@ -62,9 +61,9 @@ def __getattr__(name: str) -> Any:
         message = f"{name} is now called {new}: write {new}. The old name goes in version 0.2."
         warnings.warn(message, FutureWarning, stacklevel=2)
         return getattr(import_module(__name__), new)
-    lacks = f"module {__name__!r} has no attribute {name!r}"
-    home = required(_HEAVY.get(name), lacks, AttributeError)
-    value = getattr(import_module(f"{__name__}.{home}"), name)
+    if name not in _HEAVY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HEAVY[name]}"), name)
     # Next time Python finds the name without this function.
     globals()[name] = value
     return value

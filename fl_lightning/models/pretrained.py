@@ -77,7 +77,7 @@ def network(
     if lora is not None:
         model = _with_lora(model, TASKS[task], wanted_by, lora)
     elif heads is not None:
-        model = _with_heads(model, wanted_by, heads)
+        model = _with_heads(model, heads)
     elif trainable is not None:
         _freeze(model, wanted_by, trainable)
     if base_dtype != "float32":
@@ -202,12 +202,7 @@ def _with_lora(made: Any, task: str, wanted_by: str, lora: Mapping[str, Any]) ->
     return adapted
 
 
-def _with_heads(made: nn.Module, wanted_by: str, heads: Mapping[str, Any]) -> nn.Module:
-    if set(heads) != {"rank", "heads", "target_modules"}:
-        raise UserError(
-            f"{wanted_by}: heads={dict(heads)} is not accepted. Give rank, heads and "
-            "target_modules: {rank: 4, heads: 4, target_modules: [q_proj, v_proj]}."
-        )
+def _with_heads(made: nn.Module, heads: Mapping[str, Any]) -> nn.Module:
     changed = with_heads(made, **heads)
     # A classifier's last layer is new, so it is trained, as peft does.
     for name in ("score", "classifier"):

@@ -7,6 +7,7 @@ and their types (``token_type_ids``).
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
@@ -37,13 +38,13 @@ class Predictions(pl.LightningModule):
     -1 does not count. Evaluation weighs batches by the number of predictions.
     """
 
+    @abstractmethod
     def scores(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return logits ``(k, classes)`` of k predictions, and the right classes ``(k,)``.
 
         A class of -1 does not count in the loss and the metrics. A subclass predicts the text's
         class, or each next token.
         """
-        raise NotImplementedError  # abstract: a subclass decides what it predicts
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         loss, right, count = _measured(*self.scores(batch))
@@ -117,11 +118,6 @@ class TextLearner(Predictions):
         Raises:
             UserError: it names both sides.
         """
-        if self._mixes and self.trainer.precision == "64-true":
-            raise UserError(
-                f"{type(self).__name__}: trainer.precision='64-true' makes all weights float64, "
-                "and base_dtype asks for fewer bits of the frozen ones. Leave one of them out."
-            )
         data = getattr(self.trainer, "datamodule", None)
         sizes = pretrained.sizes_of(self.network)
         tokens = getattr(data, "vocabulary", None)

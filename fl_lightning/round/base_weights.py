@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.errors import UserError, required, suggest
+from fl_lightning.errors import UserError, suggest
 from fl_lightning.learner.adapters import check_untied, users_of_parameters
 from fl_lightning.learner.layout import Layout
 
@@ -87,9 +87,9 @@ class BoundBase(Mapping[str, Tensor]):
     @property
     def _weights(self) -> BaseWeights:
         weights: BaseWeights | None = self._callback._transaction.base_weights
-        return required(
-            weights, "self.base can be read only during a run, in hooks that take server"
-        )
+        if weights is None:
+            raise RuntimeError("self.base can be read only during a run, in hooks that take server")
+        return weights
 
     def __getitem__(self, name: str) -> Tensor:
         return self._weights.values[name]

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.errors import UserError, refuse_both, required
+from fl_lightning.errors import UserError, refuse_both
 from fl_lightning.introspection.hook_arguments import unasked
 from fl_lightning.learner.layout import Layout
 from fl_lightning.machine.device_memory import to_device
 from fl_lightning.round.client_group import LOSS, ClientGroup
-from fl_lightning.storage.secret import Key, drawn_from
+from fl_lightning.storage.secret import drawn_from
 
 
 class HookSubject:
@@ -144,8 +144,11 @@ class Clients(HookSubject):
     @property
     def start(self) -> Tensor:
         """Return x_{i,0} ``(n, D)``, from the first step on."""
-        when = "clients.start can be read from the first local step on, and not in on_local_start"
-        return required(self._group.start, when)
+        if self._group.start is None:
+            raise RuntimeError(
+                "clients.start can be read from the first local step on, and not in on_local_start"
+            )
+        return self._group.start
 
     @property
     def trained(self) -> Tensor:
@@ -281,11 +284,12 @@ class Clients(HookSubject):
         return group.columns["label_counts"]
 
     def _in_step(self, what: str) -> Any:
-        return required(
-            self._group.local_step,
-            f"{what} can be read only in the hooks of a local step, and not before or after a "
-            "client's steps",
-        )
+        if self._group.local_step is None:
+            raise RuntimeError(
+                f"{what} can be read only in the hooks of a local step, and not before or after a "
+                "client's steps"
+            )
+        return self._group.local_step
 
     @property
     def sizes(self) -> Tensor:
@@ -348,8 +352,9 @@ class Clients(HookSubject):
         """
         self._check_asked("loss")
         self._check_samples("clients.loss")
-        loss = required(self._group.logs.get(LOSS), "clients.loss can be read only in on_local_end")
-        return loss.reshape(-1, 1)
+        if LOSS not in self._group.logs:
+            raise RuntimeError("clients.loss can be read only in on_local_end")
+        return self._group.logs[LOSS].reshape(-1, 1)
 
     def norm(self, v: Tensor) -> Tensor:
         """‖v‖ of each client's row over the coordinates that it trains: ``(n, D)`` → ``(n, 1)``."""
@@ -403,10 +408,12 @@ class Clients(HookSubject):
             step: number of the local step.
             onto: all values to which the noise is added.
         """
-        key: Key = required(
-            self._group.round.noise_of_clients,
-            "only a method with the attribute clients_draw_from may call clients.private_generator",
-        )
+        key = self._group.round.noise_of_clients
+        if key is None:
+            raise RuntimeError(
+                "only a method with the attribute clients_draw_from may call "
+                "clients.private_generator"
+            )
         content = onto.detach().cpu().contiguous().view(-1).numpy().data
         (client,) = self.client_ids
         return drawn_from(key, purpose, self.round, client, step, onto=content)

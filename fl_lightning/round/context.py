@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.errors import UserError, required
+from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import Layout
 from fl_lightning.round.client_schedule import ClientSchedule, Groups
 from fl_lightning.round.model_parts import Parts
@@ -236,12 +236,12 @@ class Round:
         Raises:
             UserError: it was not kept.
         """
-        return required(
-            self.w0,
-            "initial_model: w^0 is kept only where a state starts from it. Declare one in the "
-            "method: first = ServerState(initial='initial_model').",
-            UserError,
-        )
+        if self.w0 is None:
+            raise UserError(
+                "initial_model: w^0 is kept only where a state starts from it. Declare one in the "
+                "method: first = ServerState(initial='initial_model')."
+            )
+        return self.w0
 
     @property
     def wide(self) -> torch.dtype:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fl_lightning.errors import UserError, required
+from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import Layout
 from fl_lightning.machine.device_memory import to_device
 from fl_lightning.machine.processes import gathered, world_size
@@ -19,7 +19,7 @@ from fl_lightning.round.context import Round
 from fl_lightning.round.declared_state import Declaration
 from fl_lightning.round.transaction import RoundTransaction, refuse_outsiders
 from fl_lightning.sampling import generator
-from fl_lightning.storage.secret import Key, drawn_from
+from fl_lightning.storage.secret import drawn_from
 
 
 class Server(HookSubject):
@@ -138,8 +138,9 @@ class Server(HookSubject):
             RuntimeError: no client has finished yet.
         """
         self._check_asked("updates")
-        gathered = self._transaction.gathered
-        return required(gathered, "server.updates can be read from on_updates on")
+        if self._transaction.gathered is None:
+            raise RuntimeError("server.updates can be read from on_updates on")
+        return self._transaction.gathered
 
     @updates.setter
     def updates(self, value: Tensor) -> None:
@@ -204,12 +205,12 @@ class Server(HookSubject):
             purpose: name of the draw.
             onto: all values to which the noise is added, the same in every process.
         """
-        key: Key = required(
-            self._round.noise,
-            "only a method with the attribute draws_from may call server.private_generator",
-        )
+        if self._round.noise is None:
+            raise RuntimeError(
+                "only a method with the attribute draws_from may call server.private_generator"
+            )
         content = onto.detach().cpu().contiguous().view(-1).numpy().data
-        return drawn_from(key, "method: " + purpose, self.round, onto=content)
+        return drawn_from(self._round.noise, "method: " + purpose, self.round, onto=content)
 
     def _guard_rows(self, key: str, declaration: Declaration) -> None:
         """Refuse to read clients' rows at a server that does not have them."""
