@@ -227,7 +227,7 @@ def test_metrics_by_name_in_validation_and_per_client() -> None:
 
 
 def test_a_metric_that_is_not_known() -> None:
-    with pytest.raises(UserError, match="accepted are .* top5"):
+    with pytest.raises(UserError, match="accepted are"):
         Classifier(MLP([3, 4]), 4, metrics=["f2"])
 
 
