@@ -22,6 +22,7 @@ from fl_lightning.errors import UserError
 from fl_lightning.introspection.accepted import AtLeast, FiniteFloat, check_arguments
 from fl_lightning.machine.lightning import pl
 from fl_lightning.models import pretrained
+from fl_lightning.models.class_metrics import check_classes
 
 # The same value as in datamodules/formats/tokens.py, which this module must not import.
 NO_TOKEN = -1
@@ -135,11 +136,11 @@ class TextLearner(Predictions):
                 f"{longest} tokens (config.max_position_embeddings). Give a shorter length."
             )
 
+    def _precision(self, device: torch.device) -> AbstractContextManager[Any]:
+        return torch.autocast(device.type, torch.bfloat16) if self._mixes else nullcontext()
+
     def computed(self, **inputs: Any) -> Tensor:
-        context: AbstractContextManager[Any] = nullcontext()
-        if self._mixes:
-            context = torch.autocast(inputs["input_ids"].device.type, torch.bfloat16)
-        with context:
+        with self._precision(inputs["input_ids"].device):
             logits: Tensor = self.network(**inputs, use_cache=False).logits
         return logits.float() if self._mixes else logits
 
@@ -339,9 +340,6 @@ class CausalLanguageModel(TextLearner):
         """Likeliest tokens ``(k,)`` after tokens ``(L,)``, one after the other, up to ``end``."""
         asked = tokens[None].long()
         options = {"do_sample": False, "num_beams": 1, "pad_token_id": self.padding}
-        context: AbstractContextManager[Any] = nullcontext()
-        if self._mixes:
-            context = torch.autocast(tokens.device.type, torch.bfloat16)
         adapted = hasattr(self.network, "get_base_model")
         inner: Any = self.network.get_base_model() if adapted else self.network
         # The network's generation_config.json may ask for penalties, and so for other tokens than
@@ -349,7 +347,7 @@ class CausalLanguageModel(TextLearner):
         own = inner.generation_config
         inner.generation_config = type(own)()
         try:
-            with torch.no_grad(), context:
+            with torch.no_grad(), self._precision(tokens.device):
                 made: Tensor = self.network.generate(
                     input_ids=asked,
                     attention_mask=torch.ones_like(asked),
@@ -406,12 +404,7 @@ class TextClassifier(TextLearner):
         super().setup(stage)
         data = getattr(self.trainer, "datamodule", None)
         self._logged = getattr(data, "metrics", ())
-        classes = getattr(data, "num_classes", self.num_classes)
-        if classes is not None and classes > self.num_classes:
-            raise UserError(
-                f"TextClassifier: num_classes is {self.num_classes}, but {type(data).__name__} has "
-                f"{classes} classes."
-            )
+        check_classes(type(self).__name__, self.num_classes, data)
 
     def forward(self, tokens: Tensor) -> Tensor:
         tokens, types = split_types(tokens)
