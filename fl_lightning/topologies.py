@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.introspection.accepted import Above, AtMost, Checked, NonNegativeInt, PositiveInt
+from fl_lightning.machine.escaping import is_number
 from fl_lightning.sampling import generator
 from fl_lightning.schedules import arguments
 
@@ -300,7 +301,7 @@ class FromFile(FromEdges):
         weights = [float(row[2]) for row in rows.values()] if len(header) == 3 else None
         self._lines = {line: row[:2] for line, row in rows.items()}  # sender and receiver
         self._weights = weights
-        self._named = not all(map(_is_number, chain(*self._lines.values())))
+        self._named = not all(map(is_number, chain(*self._lines.values())))
         self._text = ""
         if self._named:
             self.weights = None if weights is None else np.asarray(weights, np.float64)
@@ -371,7 +372,7 @@ class FromFile(FromEdges):
                         rows[lines.line_num] = [cell.strip() for cell in line]
                         if len(line) != len(header):
                             raise ValueError(f"it has {len(line)} fields")
-                        if len(line) == 3 and not _is_number(line[2]):
+                        if len(line) == 3 and not is_number(line[2]):
                             raise ValueError(f"the weight {line[2]!r} is not a number")
         except ValueError as error:
             raise UserError(
@@ -387,14 +388,6 @@ def _numbers(values: Any) -> Floats:
         return np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError):
         return np.full((1, 2), -1.0)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, eq=False)
