@@ -206,6 +206,11 @@ class RandomRegular(Topology):
         self.varies = varying
 
     def edges(self, m: int, t: int, seed: int) -> Ints:
+        if self.degree >= m or m * self.degree % 2:
+            raise UserError(
+                f"topology: {self}: there is no such graph of {m} clients. degree has to be below "
+                f"{m}, and degree times {m} even."
+            )
         return _drawn(self, "random_regular_graph", self.degree, m, t=t, seed=seed)
 
 
@@ -374,6 +379,8 @@ class FromFile(FromEdges):
                             raise ValueError(f"it has {len(line)} fields")
                         if len(line) == 3 and not is_number(line[2]):
                             raise ValueError(f"the weight {line[2]!r} is not a number")
+        except OSError as error:
+            raise UserError(f"topology: {path} cannot be read: {error.strerror}.") from error
         except ValueError as error:
             raise UserError(
                 f"topology: {path}, line {lines.line_num}: {error}. Clients are "

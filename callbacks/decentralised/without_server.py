@@ -28,6 +28,7 @@ from fl_lightning.callback import (
     Server,
     ServerState,
     Upload,
+    UserError,
 )
 from fl_lightning.topologies import (
     LARGEST_MATRIX,
@@ -108,6 +109,11 @@ class WithoutServer(FederatedCallback):
 
     def __init__(self, topology: Topology, keeps: Sequence[str] | str) -> None:
         super().__init__()
+        if not isinstance(topology, Topology):
+            raise UserError(
+                f"{type(self).__name__}: {topology!r} is not a topology. Give one of "
+                "fl_lightning.topologies, such as Torus()."
+            )
         self.topology = topology
         self.keeps = keeps
 

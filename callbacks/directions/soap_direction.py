@@ -28,6 +28,7 @@ from fl_lightning.callback import (
     Server,
     ServerState,
     Upload,
+    UserError,
 )
 
 LEAST = 1e-4  # c is so many times the mean eigenvalue
@@ -123,6 +124,11 @@ class SoapDirection(FederatedCallback):
                     place = slice(begin, begin + size * size)
                     self.turned[name].append((j + 1, size, place))
                     begin = place.stop
+        if self.start == "averaged" and not begin:
+            raise UserError(
+                "SoapDirection: start='averaged' shares matrices, and no parameter has one. Use "
+                "start='zeros', another exclude or a larger max_dim."
+            )
         self.K = max(1, begin)
 
     def on_local_start(self, clients: Clients) -> None:

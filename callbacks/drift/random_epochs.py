@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fl_lightning.callback import FederatedCallback, Paper, PositiveInt
+from fl_lightning.callback import FederatedCallback, Paper, PositiveInt, UserError
 
 
 class RandomEpochs(FederatedCallback):
@@ -38,6 +38,8 @@ class RandomEpochs(FederatedCallback):
 
     def __init__(self, low: PositiveInt = 2, high: PositiveInt = 5) -> None:
         super().__init__()
+        if high < low:
+            raise UserError(f"RandomEpochs: high={high} is below low={low}; give at least {low}.")
         self.low = low
         self.high = high
 

@@ -63,6 +63,7 @@ PAGES = {
             "fl_lightning.deploy.transport.Transport",
             "fl_lightning.deploy.transport.Post",
             "fl_lightning.deploy.transport.Message",
+            "fl_lightning.deploy.transport.InMemoryTransport",
             "fl_lightning.deploy.at_server.AtServer",
             "fl_lightning.deploy.site.AtSite",
         ],

@@ -402,5 +402,14 @@ class AtSiteContributions(UpdateAccumulator):
 
 
 def numbers_of(text: str) -> list[int]:
-    """Return the client IDs in ``"0,3,5"``."""
-    return [int(word) for word in text.split(",")]
+    """Return the client IDs in ``"0,3,5"``.
+
+    Raises:
+        UserError: the text has another form.
+    """
+    found = text.replace(" ", "").split(",")
+    if not all(map(str.isdecimal, found)):
+        raise UserError(
+            f"clients={text!r}: give client IDs with commas between them, such as '0,3,5'."
+        )
+    return [int(word) for word in found]

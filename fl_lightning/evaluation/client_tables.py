@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.errors import UserError
 from fl_lightning.machine.escaping import plain
 from fl_lightning.metrics import comma_separated, separated
 from fl_lightning.storage.atomic_files import written_aside
@@ -51,7 +52,11 @@ class ClientRounds:
     def add(
         self, t: int, table: Values, samples: Mapping[int, int], names: Sequence[str] = ()
     ) -> None:
-        """Add the rows of round t."""
+        """Add the rows of round t.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
         header = ["round", *heading(table, names)]
         new = [[t, *row] for row in client_rows(table, samples, names)]
         # A header without metrics would get them after the names of the clients.
@@ -60,8 +65,11 @@ class ClientRounds:
         if not self.path.exists() or self._header() != header:
             self._rewrite(header, new)
             return
-        with open(self.path, "a", encoding="utf-8", newline="") as file:
-            file.write(comma_separated(new))
+        try:
+            with open(self.path, "a", encoding="utf-8", newline="") as file:
+                file.write(comma_separated(new))
+        except OSError as error:
+            raise UserError(f"Cannot write {self.path}: {error.strerror}.") from error
 
     def _rewrite(self, header: list[object], new: list[list[object]]) -> None:
         old_header, old = self._read() if self.path.exists() else ([], [])

@@ -52,6 +52,12 @@ class LanguageMeasurement(Measurement):
                 f"but the learner is {type(pl_module.learner).__name__}. Leave "
                 f"{name} out, or give the learner that method."
             )
+        if getattr(trainer.datamodule, "encoder", None) is None:
+            raise UserError(
+                f"{name} uses the tokenizer of the data, but "
+                f"{type(trainer.datamodule).__name__} has no tokenizer (attribute `encoder`). Use "
+                "InstructionTuning, LanguageModelling or TextClassification."
+            )
         longest = getattr(pl_module.learner, "longest", None)
         lengths = self.lengths(trainer.datamodule.encoder)
         if longest is not None and max(lengths) > longest:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -56,28 +57,58 @@ def save(learner: nn.Module, folder: str | Path, merged: bool, changed_base: boo
         changed_base: whether a method changed the weights under the adapters.
 
     Raises:
-        UserError: there is not exactly one network, no library can read its kind back, or the
-            folder holds other files than those of an earlier export.
+        UserError: there is not exactly one network, or no library can read its kind back.
     """
     network = network_of(learner).eval()
-    folder = Path(folder)
+    folder = Path(folder).resolve()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+        TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as aside,
+    ):
+        made = Path(aside) / "made"
+        made.mkdir()
+        if not is_of(network, "peft", "PeftModel"):
+            merge_layers(network)
+            save_whole(network, made)
+        elif merged:
+            save_whole(network.merge_and_unload(), made)
+        else:
+            save_adapter(network, made, changed_base)
+        put(made, folder)
+
+
+def put(made: Path, folder: Path) -> None:
+    """Make the folder hold what lies in ``made``, at once; its other files stay.
+
+    Raises:
+        UserError: the folder holds something else than such files.
+    """
+    if folder.is_file():
+        raise UserError(f"save_pretrained: {folder} is a file. Give a folder.")
     there = {item.name for item in folder.iterdir()} if folder.exists() else set()
     if there and not there & {"adapter_config.json", "config.json"}:
         raise UserError(
             f"save_pretrained: {folder} holds other files ({min(there)}). Give a new folder, or "
             "that of an earlier export."
         )
-    if "adapter_config.json" in there:
-        # A base of an earlier call would be taken for this adapter's.
-        shutil.rmtree(folder / "base", ignore_errors=True)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        if not is_of(network, "peft", "PeftModel"):
-            merge_layers(network)
-            save_whole(network, folder)
-        elif merged:
-            save_whole(network.merge_and_unload(), folder)
-        else:
-            save_adapter(network, folder, changed_base)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as aside:
+        old = Path(aside) / "old"
+        if folder.exists():
+            os.replace(folder, old)
+        try:
+            os.replace(made, folder)
+        except BaseException:
+            if old.exists():
+                os.rename(old, folder)
+            raise
+        written = {item.name for item in folder.iterdir()}
+        if "adapter_config.json" in there:
+            # A base of an earlier call would be taken for this adapter's.
+            written.add("base")
+        for name in there - written:
+            os.replace(old / name, folder / name)
 
 
 def merge_layers(network: nn.Module) -> None:

@@ -63,7 +63,7 @@ def metrics_named(names: Sequence[str], num_classes: int) -> nn.ModuleDict:
     """Return these metrics by name, of probabilities ``(n, num_classes)`` and classes ``(n,)``.
 
     Raises:
-        UserError: a name is not known.
+        UserError: a name is not known, or there are too few classes for it.
     """
     made = nn.ModuleDict()
     for name in names:
@@ -71,6 +71,11 @@ def metrics_named(names: Sequence[str], num_classes: int) -> nn.ModuleDict:
             raise UserError(
                 f"model.learner.metrics has {name!r}; accepted are {', '.join(NAMED)}."
                 f"{suggest(name, NAMED)}"
+            )
+        if name in ("top3", "top5") and num_classes <= int(name[3:]):
+            raise UserError(
+                f"model.learner.metrics: {name} is always 1 for {num_classes} classes. Leave it "
+                "out."
             )
         made[name] = NAMED[name](num_classes)
     leave_out_absent_classes(made.values())

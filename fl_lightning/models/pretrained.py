@@ -78,7 +78,7 @@ def network(
         peft = optional("peft", "lora", f"{wanted_by} with lora")
         model = peft.get_peft_model(model, peft.LoraConfig(task_type=TASKS[task], **lora))
     elif heads is not None:
-        model = _with_heads(model, heads)
+        model = _with_heads(model, wanted_by, heads)
     elif trainable is not None:
         _freeze(model, wanted_by, trainable)
     if base_dtype != "float32":
@@ -193,7 +193,12 @@ def _made(
     return auto.from_config(config, dtype=dtype)
 
 
-def _with_heads(made: nn.Module, heads: Mapping[str, Any]) -> nn.Module:
+def _with_heads(made: nn.Module, wanted_by: str, heads: Mapping[str, Any]) -> nn.Module:
+    if set(heads) != {"rank", "heads", "target_modules"}:
+        raise UserError(
+            f"{wanted_by}: heads={dict(heads)} is not accepted. Give rank, heads and "
+            "target_modules: {rank: 4, heads: 4, target_modules: [q_proj, v_proj]}."
+        )
     changed = with_heads(made, **heads)
     # A classifier's last layer is new, so it is trained, as peft does.
     for name in ("score", "classifier"):

@@ -119,6 +119,11 @@ class TextLearner(Predictions):
         Raises:
             UserError: it names both sides.
         """
+        if self._mixes and self.trainer.precision == "64-true":
+            raise UserError(
+                f"{type(self).__name__}: trainer.precision='64-true' makes all weights float64, "
+                "and base_dtype asks for fewer bits of the frozen ones. Leave one of them out."
+            )
         data = getattr(self.trainer, "datamodule", None)
         sizes = pretrained.sizes_of(self.network)
         tokens = getattr(data, "vocabulary", None)

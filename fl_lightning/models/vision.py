@@ -27,7 +27,10 @@ class Named(Given, nn.Module):
             peft = optional("peft", "lora", f"{type(self).__name__} with lora")
             # The last layer is new, so it is trained whole.
             given = {"modules_to_save": [_head(network)], **_typed(lora)}
-            self.network = peft.get_peft_model(network, peft.LoraConfig(**given))
+            try:
+                self.network = peft.get_peft_model(network, peft.LoraConfig(**given))
+            except (TypeError, ValueError) as error:
+                raise UserError(f"{type(self).__name__}: lora={dict(lora)}: {error}") from None
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.network(x)
@@ -48,7 +51,7 @@ class Timm(Named):
             layer is trained too, unless ``modules_to_save`` names others.
 
     Raises:
-        UserError: timm has no such network, or the weights are missing.
+        UserError: timm has no such network, an option is not accepted, or the weights are missing.
     """
 
     def __init__(
@@ -76,7 +79,11 @@ class Timm(Named):
         if pretrained:
             file = _weights_of_timm(name, known) if pretrained is True else _file(name, pretrained)
             given |= {"pretrained": True, "pretrained_cfg_overlay": {"file": file}}
-        super().__init__(timm.create_model(name, **given), lora)
+        try:
+            network = timm.create_model(name, **given)
+        except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+            raise _not_made("Timm", name, options, error) from error
+        super().__init__(network, lora)
 
 
 class Torchvision(Named):
@@ -90,7 +97,8 @@ class Torchvision(Named):
         lora: as in :class:`Timm`.
 
     Raises:
-        UserError: torchvision has no such network, or the weights are missing.
+        UserError: torchvision has no such network, an option is not accepted, or the weights are
+            missing.
     """
 
     def __init__(
@@ -111,7 +119,11 @@ class Torchvision(Named):
                 f"{suggest(name, names)} python -c 'import torchvision; "
                 "print(torchvision.models.list_models())' prints their names."
             )
-        network = torchvision.models.get_model(name, num_classes=num_classes, **_typed(options))
+        try:
+            given = {"num_classes": num_classes, **_typed(options)}
+            network = torchvision.models.get_model(name, **given)
+        except (TypeError, ValueError) as error:
+            raise _not_made("Torchvision", name, options, error) from error
         if in_channels != 3:
             _set_channels(network, in_channels)
         if pretrained:
@@ -128,6 +140,11 @@ def _typed(options: Mapping[str, Any] | None) -> dict[str, Any]:
             with suppress(yaml.YAMLError):
                 found[name] = yaml.safe_load(value)
     return found
+
+
+def _not_made(kind: str, name: str, options: Any, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())[:300]
+    return UserError(f"{kind}: {name} with options={dict(options or {})} is not possible: {reason}")
 
 
 def _head(network: nn.Module) -> str:
@@ -179,14 +196,16 @@ def _missing(name: str, get: str) -> UserError:
 
 def _weights_of_timm(name: str, known: Any) -> str:
     """Return the file of a network's weights in the cache of timm, Hugging Face or torch."""
-    if known is not None and known.hf_hub_id:
+    if known is None or not (known.hf_hub_id or known.url):
+        raise UserError(f"Timm: timm has no weights for {name}. Leave pretrained out.")
+    if known.hf_hub_id:
         from huggingface_hub import try_to_load_from_cache
 
         for file in ("model.safetensors", "pytorch_model.bin"):
             found = try_to_load_from_cache(known.hf_hub_id, file)
             if isinstance(found, str):
                 return found
-    in_torch = _in_torch(known.url) if known is not None and known.url else None
+    in_torch = _in_torch(known.url) if known.url else None
     if in_torch is not None:
         return str(in_torch)
     raise _missing(name, f"python -c \"import timm; timm.create_model('{name}', pretrained=True)\"")

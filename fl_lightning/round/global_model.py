@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fl_lightning.errors import UserError
 from fl_lightning.learner.buffers import buffer_values
 from fl_lightning.learner.layout import Layout, flatten, tie, trainable
 from fl_lightning.learner.modules import (
@@ -21,6 +22,7 @@ from fl_lightning.learner.modules import (
     lent_logs,
     lightning_modules,
     modes,
+    overrides,
 )
 from fl_lightning.learner.parameters import (
     Slots,
@@ -142,7 +144,15 @@ class GlobalModel:
     def outputs(self, vector: Tensor, x: Any, buffers: Mapping[str, Tensor]) -> Any:
         """Return what the learner's forward gives for ``x`` with the parameters ``vector`` ``(D,)``
         and these buffers, in evaluation mode; nothing of the learner changes.
+
+        Raises:
+            UserError: the learner has no forward.
         """
+        if not overrides(self.learner, "forward"):
+            raise UserError(
+                f"server.outputs: {type(self.learner).__name__} has no forward. Write "
+                "forward(self, x), which returns what the method needs, such as logits."
+            )
         views: list[Any] = [_DenseGradient.apply(view) for view in self.layout.views(vector)]
         values = dict(zip(self.layout, views, strict=True))
         # Copies, because a forward may write its buffers.

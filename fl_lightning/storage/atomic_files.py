@@ -76,8 +76,11 @@ def writable_as_file(path: Path) -> Path:
     Raises:
         UserError: a device, a pipe or a folder has that name, and a file would replace it.
     """
-    place = Path(os.path.realpath(path)) if path.is_symlink() else path
-    mode = place.lstat().st_mode if os.path.lexists(place) else stat.S_IFREG
+    try:
+        place = Path(os.path.realpath(path)) if path.is_symlink() else path
+        mode = place.lstat().st_mode if os.path.lexists(place) else stat.S_IFREG
+    except OSError as error:
+        raise cannot_write(path, error) from error
     if not stat.S_ISREG(mode):
         kind = "a folder" if stat.S_ISDIR(mode) else "a device, a pipe or a link to itself"
         raise UserError(f"Cannot write {path}: it is {kind}. Give the name of a file.")

@@ -142,7 +142,12 @@ class Trace(Distribution):
 
 @cache
 def _read(path: str) -> Speeds:
-    numbers = np.loadtxt(Path(path).expanduser(), ndmin=1)
+    try:
+        numbers = np.loadtxt(Path(path).expanduser(), ndmin=1)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"Trace: {path} cannot be read ({error}). Give a text file with one number per line."
+        ) from None
     if numbers.ndim != 1 or not len(numbers) or not ((numbers > 0) & (numbers < math.inf)).all():
         raise UserError(
             f"Trace: {path} needs numbers above 0, such as 0.12, one per line, for each client."
@@ -188,6 +193,13 @@ class Devices:
     up: Speed | Distribution = math.inf
     down: Speed | Distribution = math.inf
     latency: NonNegativeFloat = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.compute, Distribution):
+            raise UserError(
+                f"Devices: compute={self.compute!r} is not a distribution. Accepted: Constant, "
+                "LogNormal, Tiers, Trace of fl_lightning.systems."
+            )
 
 
 @dataclass(frozen=True)

@@ -203,11 +203,13 @@ EDGES = [
     (lambda: ErdosRenyi(0.0), "p=0.0"),
     (lambda: c.Gossip(gossip_steps=0), "gossip_steps=0"),
     (lambda: c.Gossip(FromEdges([[0, 1]], [0.1]), weights="uniform"), "Give one of the two"),
+    (lambda: c.Gossip(Ring), "is not a topology"),
 ]
 RUNS = [
     (c.Gossip(FromEdges([[0, 6]])), "client 6 does not exist: there are 6 clients"),
     (c.Gossip(Star(hub=6)), r"Star\(hub=6\): client 6 does not exist: there are 6 clients"),
     (c.Gossip(Grid(rows=4)), "Grid of 6 clients would have 4 rows of 1.5"),
+    (c.Gossip(RandomRegular(6)), "no such graph of 6 clients"),
     (c.Gossip(Torus(rows=6)), "6 rows of 1, and both have to be whole numbers from 2"),
     (c.Gossip(Star(), weights="uniform"), "add up to .* and not to 1"),
     (c.Gossip(FromEdges([[0, 1]], [1.5])), "its own would be negative"),
@@ -246,6 +248,8 @@ def test_a_graph_from_a_file(tmp_path):
         path.write_text(text)
         with pytest.raises(UserError, match=told):
             FromFile(str(path))
+    with pytest.raises(UserError, match="cannot be read"):
+        FromFile(str(tmp_path / "none.csv"))
 
 
 def test_a_graph_from_a_file_with_the_clients_names(tmp_path):

@@ -73,6 +73,7 @@ ARGUMENTS: list[tuple[Made, str]] = [
     (lambda: [c.OrthogonalFactor()], "for adapters .LoRA., but the learner has none"),
     (lambda: [c.ScaledHeads()], r"the learner has no heads.*--model\.learner\.heads"),
     (lambda: [c.ScaledHeads("*.bias", "*.bias")], r"shape \(4,\).* have to be \(h, r, r\) and"),
+    (lambda: [c.SoapDirection(start="averaged", max_dim=1)], "no parameter has one"),
 ]
 # What stands beside each other, the run's options, and the words of the refusal.
 TOGETHER: list[tuple[Made, dict[str, Any], str]] = [

@@ -24,10 +24,9 @@ from torch import Tensor
 from fl_lightning import FederatedModule
 from fl_lightning.deploy import at_server, register, sites_engine
 from fl_lightning.deploy.at_server import AtServer
-from fl_lightning.deploy.transport import MAGIC, Message, packed, unpacked
+from fl_lightning.deploy.transport import MAGIC, InMemoryTransport, Message, packed, unpacked
 from fl_lightning.storage.client_rows import ClientRows
 from fl_lightning.storage.client_store import ClientStore
-from tests.deploy.in_memory import InMemoryTransport
 from tests.deploy.liars import OPTIONS, SHARES
 from tests.deploy.test_in_memory import over_sites, trained
 

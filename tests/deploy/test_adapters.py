@@ -14,8 +14,7 @@ import torch
 from fl_lightning import Base, FederatedCallback, FederatedModule, InMemoryDataModule
 from fl_lightning import callbacks as c
 from fl_lightning.deploy.sent_model import ANY, BaseAtSite
-from fl_lightning.deploy.transport import Message
-from tests.deploy.in_memory import InMemoryTransport
+from fl_lightning.deploy.transport import InMemoryTransport, Message
 from tests.deploy.test_in_memory import (
     KilledOnce,
     Restarted,

@@ -198,6 +198,8 @@ def test_a_node_holds_the_clients_of_its_settings(
     lost, here, model = post.told
     # Its data are not compared before it is greeted. The message has no model.
     assert (lost, here) == ("lost", "here") and "the field w is missing" in model
+    with pytest.raises(UserError, match="clients='1;2': give client IDs with commas"):
+        serve(Path("app"), Path("rows"), "1;2", None, 2, Asks(Message("hello")))
 
 
 @pytest.mark.slow

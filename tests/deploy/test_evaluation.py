@@ -14,8 +14,7 @@ from torch import nn
 
 from fl_lightning import FederatedModule, InMemoryDataModule, UserError, callbacks
 from fl_lightning.deploy.site_data import as_one_client
-from fl_lightning.deploy.transport import Message
-from tests.deploy.in_memory import InMemoryTransport
+from fl_lightning.deploy.transport import InMemoryTransport, Message
 from tests.deploy.test_in_memory import (
     SHARES,
     SIZES,

@@ -17,9 +17,8 @@ from fl_lightning.callbacks import FairAggregation, PowerOfChoice
 from fl_lightning.deploy.flower.app import AppSettings
 from fl_lightning.deploy.flower.grid_server import fit
 from fl_lightning.deploy.flower.serve_site import serve
-from fl_lightning.deploy.transport import Message
+from fl_lightning.deploy.transport import InMemoryTransport, Message
 from fl_lightning.deploy.what_leaves import FILE
-from tests.deploy.in_memory import InMemoryTransport
 from tests.deploy.test_evaluation import OPTIONS as TESTED
 from tests.deploy.test_evaluation import evaluation_of, measured_by
 from tests.deploy.test_in_memory import SIZES, check_same, over_sites, trained

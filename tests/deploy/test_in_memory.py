@@ -38,9 +38,8 @@ from fl_lightning.callbacks import (
 )
 from fl_lightning.deploy.at_server import AtServer
 from fl_lightning.deploy.site import AtSite, Ended
-from fl_lightning.deploy.transport import Message, Post
+from fl_lightning.deploy.transport import InMemoryTransport, Message, Post
 from tests.deploy.flower_runs import rows_at, rows_of
-from tests.deploy.in_memory import InMemoryTransport
 from tests.helpers.rows import Times
 
 SIZES = [10, 6, 12, 4, 7, 20, 3, 8, 6]

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from fl_lightning.callbacks import CommunicationLogger
-from fl_lightning.deploy.transport import Message
+from fl_lightning.deploy.transport import InMemoryTransport, Message
 from tests.deploy import test_adapters as adapters
-from tests.deploy.in_memory import InMemoryTransport
 from tests.deploy.liars import Without
 from tests.deploy.test_evaluation import CASES, OPTIONS, measured_by, same_files
 from tests.deploy.test_in_memory import SHARES, Restarted, check_same, losing, over_sites, trained

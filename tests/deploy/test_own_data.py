@@ -14,9 +14,8 @@ import torch
 from fl_lightning import FederatedModule, InMemoryDataModule, UserError
 from fl_lightning.deploy import register
 from fl_lightning.deploy.site_data import Everything
-from fl_lightning.deploy.transport import Message, Post, words
+from fl_lightning.deploy.transport import InMemoryTransport, Message, Post, words
 from fl_lightning.round.client_schedule import ClientSchedule
-from tests.deploy.in_memory import InMemoryTransport
 from tests.deploy.liars import SKIP, Liar, Without, with_liar
 from tests.deploy.test_in_memory import METHODS, Learner, check_same, over_sites, trained
 

@@ -13,10 +13,9 @@ import torch
 from fl_lightning import InMemoryDataModule, UserError
 from fl_lightning.callbacks import RecordPrivacy
 from fl_lightning.deploy.site_data import Everything
-from fl_lightning.deploy.transport import Message
+from fl_lightning.deploy.transport import InMemoryTransport, Message
 from fl_lightning.round.privacy import epsilon
 from fl_lightning.sampling import generator
-from tests.deploy.in_memory import InMemoryTransport
 from tests.deploy.test_in_memory import Learner, WithoutNorm, over_sites
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fl_lightning import UserError
 from fl_lightning.callbacks import ControlVariates, PerClientEvaluation
 from fl_lightning.deploy.flower.serve_site import runs_at_sites
-from tests.deploy.in_memory import InMemoryTransport
+from fl_lightning.deploy.transport import InMemoryTransport
 from tests.deploy.test_evaluation import data
 from tests.deploy.test_in_memory import Learner, Restarted, check_same, over_sites, trained
 

@@ -25,9 +25,8 @@ from fl_lightning import UserError
 from fl_lightning import callbacks as c
 from fl_lightning.deploy.site import AtSite, Ended
 from fl_lightning.deploy.site_rows import SiteRows
-from fl_lightning.deploy.transport import Message, packed, said, unpacked
+from fl_lightning.deploy.transport import InMemoryTransport, Message, packed, said, unpacked
 from fl_lightning.storage.client_store import ClientStore
-from tests.deploy.in_memory import InMemoryTransport
 from tests.deploy.liars import CLIENT, LIAR, OPTIONS, SHARES, data_with_tests
 from tests.deploy.test_in_memory import Learner, over_sites, trained
 from tests.deploy.test_wrong_answers import NUMBERS, WHOLE, changed, of_arrays

@@ -25,12 +25,11 @@ from fl_lightning.deploy.flower.app import NodeSettings
 from fl_lightning.deploy.flower.client import UNNOTED, Resident, failure
 from fl_lightning.deploy.flower.serve_site import own_data
 from fl_lightning.deploy.round_messages import check_names
-from fl_lightning.deploy.transport import Message, Post, packed, said, words
+from fl_lightning.deploy.transport import InMemoryTransport, Message, Post, packed, said, words
 from fl_lightning.deploy.what_leaves import EACH, FIELDS, WHEN, fields_in, listed, told
 from fl_lightning.errors import CellError
 from fl_lightning.lab.cli.compose import Command
 from tests.deploy import test_adapters as adapters
-from tests.deploy.in_memory import InMemoryTransport
 from tests.deploy.liars import OPTIONS, SHARES, data_with_tests
 from tests.deploy.test_evaluation import OPTIONS as TESTED
 from tests.deploy.test_in_memory import SIZES, Learner, Restarted, over_sites, trained

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from fl_lightning import Diverged, UserError
 from fl_lightning import callbacks as c
 from fl_lightning.deploy.sites_engine import MOST_AGAIN
-from fl_lightning.deploy.transport import Message, packed, unpacked, words
-from tests.deploy.in_memory import InMemoryTransport
+from fl_lightning.deploy.transport import InMemoryTransport, Message, packed, unpacked, words
 from tests.deploy.liars import LIAR, OPTIONS, SHARES, SKIP, Without, data_with_tests, with_liar
 from tests.deploy.replayed import Left, Place, Recording, joined, parts_of, same_model
 from tests.deploy.test_in_memory import over_sites, trained

@@ -96,6 +96,7 @@ def test_heads_over_a_base_of_fewer_bits() -> None:
     ("given", "says"),
     [
         ({"lora": {"r": 2}}, "lora and heads both choose the parameters to train"),
+        ({"heads": {"rank": 2, "target_modules": ["q_proj"]}}, "heads={'rank': 2, 'target_module"),
         ({"heads": {**HEADS, "rank": 0}}, "MultiHead: rank=0 is not accepted"),
         ({"heads": {**HEADS, "target_modules": "query"}}, "no linear layer has such a name"),
     ],

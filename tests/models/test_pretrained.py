@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,15 +165,35 @@ def test_a_base_of_ones_own_cannot_be_read_back_merged(tmp_path: Path) -> None:
         module.save_pretrained(tmp_path / "merged", merged=True)
 
 
-def test_an_export_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [0, 1])
+def test_an_export_that_fails_leaves_the_earlier_one(
+    fails: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def content() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
     folder = tmp_path / "adapter"
     first, second = (trained("opt", [], r=rank) for rank in (2, 3))
     first.save_pretrained(folder)
     (folder / "notes.txt").write_text("mine")
-    earlier = (folder / "adapter_model.safetensors").read_bytes()
+    earlier = content()
+    moved: list[Any] = []
+
+    def move(rename: Any, *names: Any) -> None:
+        moved.append(names)
+        if len(moved) == fails + 1:
+            raise OSError(28, "No space left on device")
+        rename(*names)
+
+    with monkeypatch.context() as patched:
+        for name in ("rename", "replace"):
+            patched.setattr(os, name, partial(move, getattr(os, name)))
+        with pytest.raises(OSError, match="No space left"):
+            second.save_pretrained(folder)
+    assert content() == earlier
     second.save_pretrained(folder)
-    assert (folder / "notes.txt").read_text() == "mine"
-    assert (folder / "adapter_model.safetensors").read_bytes() != earlier
+    assert content().keys() == earlier.keys() and content()["notes.txt"] == b"mine"
+    assert content()["adapter_model.safetensors"] != earlier["adapter_model.safetensors"]
     with pytest.raises(UserError, match=r"holds other files \(adapter\)"):
         second.save_pretrained(tmp_path)
 

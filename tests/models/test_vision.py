@@ -122,6 +122,8 @@ def test_one_argument_of_the_adapters_may_be_given_on_the_command_line() -> None
 def test_timm_s_own_options_reach_the_network() -> None:
     network = small_deit(options={**SMALL, "drop_path_rate": 0.5}).network
     assert network.blocks[-1].drop_path1.drop_prob == 0.5
+    with pytest.raises(UserError, match=r"options=\{'drop_pat': 1\} is not possible"):
+        small_deit(options={"drop_pat": 1})
 
 
 def test_weights_come_from_a_file(tmp_path: Path) -> None:
@@ -226,9 +228,12 @@ def test_metrics_by_name_in_validation_and_per_client() -> None:
         assert measured.table["balanced_acc"][client] == pytest.approx(right, abs=1e-6)
 
 
-def test_a_metric_that_is_not_known() -> None:
-    with pytest.raises(UserError, match="accepted are"):
-        Classifier(MLP([3, 4]), 4, metrics=["f2"])
+@pytest.mark.parametrize(
+    ("names", "says"), [(["f2"], "accepted are .* top5"), (["top5"], "always 1 for 4")]
+)
+def test_metrics_that_cannot_be(names: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        Classifier(MLP([3, 4]), 4, metrics=names)
 
 
 def test_smooth_labels_in_training_only() -> None:

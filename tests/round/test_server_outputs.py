@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_lightning import FederatedCallback
+from fl_lightning import FederatedCallback, UserError
 from fl_lightning.testing import check_method
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
@@ -68,6 +69,11 @@ def test_asking_changes_nothing() -> None:
         trainer(2, methods).fit(module, blobs())
         ends.append([module.global_vector, *module.learner.buffers()])
     assert all(one.equal(other) for one, other in zip(*ends, strict=True))
+
+
+def test_a_learner_without_forward_is_told() -> None:
+    with pytest.raises(UserError, match=r"server\.outputs: Lit has no forward"):
+        trainer(1, [Asks()]).fit(federated(Lit()), blobs())
 
 
 class Ensemble(FederatedCallback):

@@ -42,6 +42,7 @@ def test_held_by_one_process_until_it_gives_it_back(tmp_path: Path) -> None:
     held = lock.hold(tmp_path)
     assert in_another_process(try_to_hold, tmp_path) == 2
     held.release()
+    assert not (tmp_path / ".lock").exists(), "nothing was written, so nothing is left"
     assert in_another_process(try_to_hold, tmp_path) == 0
 
 

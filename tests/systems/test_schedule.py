@@ -126,7 +126,7 @@ def test_a_traces_lines_are_clients_in_turn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("0.5\n-1\n", "numbers above 0"), ("\n", "numbers above 0")],
+    [("0.5\n-1\n", "numbers above 0"), ("a\n", "cannot be read.*'a'"), ("\n", "numbers above 0")],
 )
 @pytest.mark.filterwarnings("ignore:loadtxt")
 def test_a_damaged_trace_is_named(tmp_path: Path, text: str, says: str) -> None:
@@ -148,6 +148,7 @@ def test_tiers_are_cut_at_exact_decimals() -> None:
         lambda: systems.Tiers("0.5"),  # type: ignore[arg-type]
         lambda: systems.Constant(0.0),
         lambda: systems.LogNormal(1.0, -1.0),
+        lambda: systems.Devices(0.1),  # type: ignore[arg-type]
         lambda: systems.Devices(systems.Constant(1.0), up=0.0),
         lambda: systems.Devices(systems.Constant(1.0), latency=-1.0),
         lambda: systems.Buffered(systems.Devices(systems.Constant(1.0)), size=0),

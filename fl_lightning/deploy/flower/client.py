@@ -82,7 +82,13 @@ class Resident:
 
     def __init__(self, app: Path, settings: NodeSettings, rounds: int) -> None:
         self.folder = Path(settings.folder).absolute()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--node-config folder={settings.folder!r}: this folder cannot be written to "
+                f"({error.strerror or error}). Give another folder."
+            ) from error
         self.command = [sys.executable, "-m", "fl_lightning", "site", str(app)]
         self.command += ["--folder", str(self.folder), "--parent", str(os.getppid())]
         self.command += ["--rounds", str(rounds)]
