@@ -75,17 +75,13 @@ def network(
     if gradient_checkpointing:
         _save_activations(model)
     if lora is not None:
-        peft = optional("peft", "lora", f"{wanted_by} with lora")
-        model = peft.get_peft_model(model, peft.LoraConfig(task_type=TASKS[task], **lora))
+        model = _with_lora(model, TASKS[task], wanted_by, lora)
     elif heads is not None:
         model = _with_heads(model, wanted_by, heads)
     elif trainable is not None:
         _freeze(model, wanted_by, trainable)
     if base_dtype != "float32":
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                wanted = torch.float32 if parameter.requires_grad else DTYPES[base_dtype]
-                parameter.data = parameter.data.to(wanted)
+        _set_dtypes(model, DTYPES[base_dtype])
         freeze_linears(model)
     return model
 
@@ -140,6 +136,13 @@ def _save_activations(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
 
 
+def _set_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            wanted = torch.float32 if parameter.requires_grad else dtype
+            parameter.data = parameter.data.to(wanted)
+
+
 def sizes_of(made: Any) -> Any:
     """``vocab_size``, ``pad_token_id`` and, with some networks, ``max_position_embeddings``."""
     return made.config.get_text_config()
@@ -191,6 +194,12 @@ def _made(
         )
     config = transformers.AutoConfig.for_model(kind, **entries)
     return auto.from_config(config, dtype=dtype)
+
+
+def _with_lora(made: Any, task: str, wanted_by: str, lora: Mapping[str, Any]) -> nn.Module:
+    peft = optional("peft", "lora", f"{wanted_by} with lora")
+    adapted: nn.Module = peft.get_peft_model(made, peft.LoraConfig(task_type=task, **lora))
+    return adapted
 
 
 def _with_heads(made: nn.Module, wanted_by: str, heads: Mapping[str, Any]) -> nn.Module:
