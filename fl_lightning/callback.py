@@ -24,7 +24,7 @@ from fl_lightning.checks.notes import (
     Refusal,
     RunFacts,
 )
-from fl_lightning.errors import Diverged, UserError, suggest
+from fl_lightning.errors import Diverged, UserError, refuse_both, suggest
 from fl_lightning.introspection.accepted import (
     Above,
     AtLeast,
@@ -112,6 +112,7 @@ __all__ = [
     "ordered_norm",
     "ordered_sum",
     "privacy",
+    "refuse_both",
     "suggest",
     "wire",
 ]
@@ -499,7 +500,6 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         A position counts among the client's N_i samples, as the data's ``client_indices`` orders
         them. A step may take no sample. Draw from :meth:`generator` or :meth:`private_generator`.
         """
-        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def reduce_samples(self, clients: Clients, gradients: Tensor) -> Tensor:
         """One owner. Reduce the gradients ``(n, b, D)`` of b of a step's samples to ``(n, D)``.
@@ -508,7 +508,6 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         the place of the loss gradient, and is 0 if the step has no sample. A sample's gradient is
         that of ``training_step`` on a batch of this one sample, without weight decay.
         """
-        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def scale_samples(self, clients: Clients, norms: Tensor) -> Tensor:
         """One owner, in place of ``reduce_samples``. Return the factors ``(n, b)`` of b of a step's
@@ -518,7 +517,6 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         gradient. A sample whose factor is 0 is left out, also if its gradient is not finite. This
         is faster than ``reduce_samples``, because the gradients of linear layers are not stored.
         """
-        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def on_samples_reduced(self, clients: Clients, total: Tensor) -> Tensor | None:
         """One owner. Change the sum ``(n, D)`` of a step's parts, float64, in place or as a

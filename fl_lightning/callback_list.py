@@ -22,7 +22,7 @@ from fl_lightning.callback import (
     RunFacts,
 )
 from fl_lightning.checks.notes import refuse_optimizer
-from fl_lightning.errors import UserError, WrongKind, suggest
+from fl_lightning.errors import UserError, WrongKind, refuse_both, suggest
 from fl_lightning.introspection.hook_arguments import MAY_TAKE, refuse_other_arguments, takes
 from fl_lightning.round import partial_training
 from fl_lightning.round.model_parts import Parts
@@ -201,10 +201,7 @@ class CallbackList:
                 else:
                     meant = type(other).__name__ == companion
                 if other is not callback and meant:
-                    raise UserError(
-                        f"method: {name} and {type(other).__name__} cannot run together: {why}. "
-                        "Keep one of them."
-                    )
+                    refuse_both(name, type(other).__name__, why)
         if "parts" not in self._owners:
             return
         # If parts are not averaged, the run evaluates the mean of the clients' parts.
@@ -223,11 +220,9 @@ class CallbackList:
         name = self.reduced_by
         for other in self.callbacks if name else ():
             if other.has("perturbation") or looks(other):
-                raise UserError(
-                    f"method: {name} and {type(other).__name__} cannot run together: "
-                    f"{type(other).__name__} computes with a step's whole batch, but {name} takes "
-                    "the gradient of each sample. Keep one of them."
-                )
+                beside = type(other).__name__
+                why = f"computes with a step's whole batch, but {name} takes the gradient of each"
+                refuse_both(name, beside, f"{beside} {why} sample")
 
     def notes(self, run: RunFacts) -> list[str]:
         """Return the notes of the methods about a run before it begins.

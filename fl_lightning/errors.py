@@ -10,7 +10,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 
 class UserError(ValueError):
@@ -54,6 +54,11 @@ def suggest(name: str, accepted: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(str(name), list(accepted), n=1)
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def refuse_both(one: str, other: str, why: str) -> NoReturn:
+    """Refuse two methods, because the second cannot run with the first."""
+    raise UserError(f"method: {one} and {other} cannot run together: {why}. Keep one of them.")
 
 
 def optional(library: str, extra: str, wanted_by: str) -> Any:

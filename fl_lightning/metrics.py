@@ -16,7 +16,6 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -333,8 +332,8 @@ class Metrics(dict[str, Column]):
     """A table of metrics: ``metrics["val/acc"]`` is a column, and ``metrics.rounds`` has the
     rounds.
 
-    A value is nan if nothing was logged, or if nan was. ``pandas.DataFrame(metrics)`` is the table
-    as a frame; :meth:`to_pandas` has the rounds as its index.
+    A value is nan if nothing was logged, or if nan was. ``pandas.DataFrame(metrics,
+    index=metrics.rounds)`` is the table as a frame.
 
     Args:
         rounds: the rounds, ascending.
@@ -368,14 +367,6 @@ class Metrics(dict[str, Column]):
 
     def __missing__(self, name: str) -> Column:
         raise KeyError(f"no metric {name!r}.{suggest(name, self)}")
-
-    def to_pandas(self) -> Any:
-        """Return the table as a ``pandas.DataFrame``: one row per round, one column per metric.
-
-        It needs the package pandas.
-        """
-        pandas = import_module("pandas")
-        return pandas.DataFrame(dict(self), index=pandas.Index(self.rounds, name="round"))
 
     def __repr__(self) -> str:
         return f"Metrics({len(self.rounds)} rounds: {', '.join(self)})"

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.introspection.accepted import Above, AtMost, Checked, NonNegativeInt, PositiveInt
+from fl_lightning.machine.escaping import is_number
 from fl_lightning.sampling import generator
 from fl_lightning.schedules import arguments
 
@@ -111,12 +112,11 @@ class Grid(Topology):
         rows = self.rows
         if rows is None:
             rows = next(k for k in range(math.isqrt(m), 0, -1) if m % k == 0)
-        if m % rows:
-            raise UserError(f"topology: {self} needs a multiple of {rows} clients, and has {m}.")
-        if min(rows, m // rows) < 2:
+        if m % rows or min(rows, m // rows) < 2:
             raise UserError(
-                f"topology: {name} of {m} clients would have {rows} rows of {m // rows}, and both "
-                "have to be at least 2. Use another number of clients, or Ring."
+                f"topology: {name} of {m} clients would have {rows} rows of {m / rows:g}, and both "
+                "have to be whole numbers from 2. Use other rows, another number of clients, or "
+                "Ring."
             )
         return rows
 
@@ -206,12 +206,10 @@ class RandomRegular(Topology):
         self.varies = varying
 
     def edges(self, m: int, t: int, seed: int) -> Ints:
-        if self.degree >= m:
-            raise UserError(f"topology: {self}: {m} clients have at most {m - 1} neighbours.")
-        if m * self.degree % 2:
+        if self.degree >= m or m * self.degree % 2:
             raise UserError(
-                f"topology: {self}: {m} clients times {self.degree} neighbours is odd, so there is "
-                "no such graph. Change one of the two."
+                f"topology: {self}: there is no such graph of {m} clients. degree has to be below "
+                f"{m}, and degree times {m} even."
             )
         return _drawn(self, "random_regular_graph", self.degree, m, t=t, seed=seed)
 
@@ -259,14 +257,11 @@ class FromEdges(Topology):
         pairs = _numbers(edges)
         pairs = pairs if pairs.size else pairs.reshape(0, 2)
         # Other shapes, such as (2, E), have as many numbers, and would be another graph.
-        if pairs.ndim != 2 or pairs.shape[1] != 2:
+        whole = (pairs == np.floor(pairs)) & (pairs >= 0) & (pairs < 2**53)
+        if pairs.ndim != 2 or pairs.shape[1] != 2 or not whole.all():
             raise UserError(
-                f"topology: {self.source}: edges have to be pairs of clients, of shape (E, 2), and "
-                f"have shape {pairs.shape}."
-            )
-        if (pairs != np.floor(pairs)).any() or (pairs < 0).any() or (pairs >= 2**53).any():
-            raise UserError(
-                f"topology: {self.source}: edges are pairs of clients, whole numbers from 0."
+                f"topology: {self.source}: edges have to be pairs of clients, whole numbers from "
+                f"0, of shape (E, 2), and have shape {pairs.shape}."
             )
         self._pairs = pairs.astype(np.int64)
         if not directed:
@@ -275,8 +270,6 @@ class FromEdges(Topology):
         self._pairs = self._pairs[order]
         if weights is not None:
             self.weights = _numbers(weights)
-            if self.weights.ndim != 1:
-                raise UserError(f"topology: {self.source}: weights have to be one number per edge.")
         check_edges(f"topology: {self.source}", self._pairs, self.weights)
         self.weights = None if self.weights is None else self.weights[order]
 
@@ -313,7 +306,7 @@ class FromFile(FromEdges):
         weights = [float(row[2]) for row in rows.values()] if len(header) == 3 else None
         self._lines = {line: row[:2] for line, row in rows.items()}  # sender and receiver
         self._weights = weights
-        self._named = not all(map(_is_number, chain(*self._lines.values())))
+        self._named = not all(map(is_number, chain(*self._lines.values())))
         self._text = ""
         if self._named:
             self.weights = None if weights is None else np.asarray(weights, np.float64)
@@ -384,7 +377,7 @@ class FromFile(FromEdges):
                         rows[lines.line_num] = [cell.strip() for cell in line]
                         if len(line) != len(header):
                             raise ValueError(f"it has {len(line)} fields")
-                        if len(line) == 3 and not _is_number(line[2]):
+                        if len(line) == 3 and not is_number(line[2]):
                             raise ValueError(f"the weight {line[2]!r} is not a number")
         except OSError as error:
             raise UserError(f"topology: {path} cannot be read: {error.strerror}.") from error
@@ -402,14 +395,6 @@ def _numbers(values: Any) -> Floats:
         return np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError):
         return np.full((1, 2), -1.0)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -540,10 +525,10 @@ def check_edges(where: str, pairs: Ints, weights: Floats | None) -> None:
             f"{where}: the edge ({sender}, {receiver}) is given twice. Without "
             "directed=True an edge goes both ways."
         )
-    if weights is not None and len(weights) != len(pairs):
+    if weights is not None and weights.shape != (len(pairs),):
         raise UserError(
-            f"{where}: there are {len(pairs)} edges and {len(weights)} weights. Give one "
-            "weight per edge."
+            f"{where}: there are {len(pairs)} edges, and weights of shape {weights.shape}. Give "
+            "one weight per edge."
         )
 
 

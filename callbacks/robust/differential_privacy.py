@@ -34,6 +34,7 @@ from fl_lightning.callback import (
     Upload,
     UserError,
     privacy,
+    refuse_both,
 )
 
 _OF_SERVER: dict[str, Any] = {"dtype": torch.float64, "synchronised": False}
@@ -214,11 +215,7 @@ class DifferentialPrivacy(FederatedCallback):
         else:
             self._share = participation / m
         self._rounds = trainer.max_epochs
-        if self.noise_multiplier is None and self._rounds < 0:
-            raise UserError(
-                "DifferentialPrivacy's target_epsilon without noise_multiplier needs max_epochs, "
-                "to divide it among the rounds."
-            )
+        privacy.check_planned("DifferentialPrivacy", self.noise_multiplier, self._rounds)
         methods = [c for c in trainer.callbacks if isinstance(c, FederatedCallback)]
         self._look_at([method for method in methods if method is not self])
 
@@ -237,11 +234,12 @@ class DifferentialPrivacy(FederatedCallback):
             name = type(other).__name__
             uploads = [each for each in other.declarations().values() if each.summed]
             if getattr(other, "mixes_clients", False):
-                raise UserError(
-                    f"method: DifferentialPrivacy and {name} cannot run together: this attack's "
-                    "updates depend on each honest client's update, so one client changes several "
-                    "updates of the sum, and ε counts one. Choose another attack than alie, or "
-                    "keep one of the methods."
+                refuse_both(
+                    "DifferentialPrivacy",
+                    name,
+                    "this attack's updates depend on each honest client's update, so one client "
+                    "changes several updates of the sum, and ε counts one. Choose another attack "
+                    "than alie",
                 )
             leak = ""
             if other.asks_for("updates") and other.order >= 0:
@@ -251,10 +249,8 @@ class DifferentialPrivacy(FederatedCallback):
             elif uploads and other.role != "measurement":
                 leak = "its server reads sums over clients of more than their updates"
             if leak:
-                raise UserError(
-                    f"method: DifferentialPrivacy and {name} cannot run together: {leak}, and that "
-                    "is neither clipped nor noised. Keep one of them."
-                )
+                leak += ", and that is neither clipped nor noised"
+                refuse_both("DifferentialPrivacy", name, leak)
             # The loggers listed here publish values of clients' samples without noise.
             if uploads or getattr(other, "of_samples", False):
                 measuring.append(name)
@@ -273,37 +269,16 @@ class DifferentialPrivacy(FederatedCallback):
         # buffers.
         privacy.refuse_sent_buffers("DifferentialPrivacy", pl_module)
 
-    def _refuse_to_exceed(self, rounds: int, sigma: float) -> None:
-        if self._exceeds(rounds, sigma):
-            spent = privacy.epsilon(sigma, self._share, rounds, self.delta)
-            raise UserError(
-                f"DifferentialPrivacy: round {rounds - 1} would bring ε to {spent:.4g}, above "
-                f"target_epsilon={self.target_epsilon:g}. Give more noise, a smaller share of "
-                "clients, or a larger target."
-            )
-
-    def _exceeds(self, rounds: int, sigma: float) -> bool:
-        target = self.target_epsilon
-        return (
-            target is not None and privacy.epsilon(sigma, self._share, rounds, self.delta) > target
-        )
-
     def on_round_start(self, server: Server) -> None:
         settings = [self._noise(), self._share]
         # Check before clients train, also that a resumed run stops at its target again.
         self._noise_of_sum(self._share * server.num_clients)
-        self._refuse_to_exceed(server.round + 1, settings[0])
-        seeded = isinstance(self.draws_from, int)
-        private = seeded or not settings[0] or int(self.private_rounds) == server.round
-        if server.round and not (private and self.spent_at.tolist() == settings):
-            raise UserError(
-                f"DifferentialPrivacy: some rounds before round {server.round} had no privacy, "
-                "other noise or coins, or noise that a known seed gives, and ε would not hold for "
-                "them. Go on with the settings that the run began with, or begin another run with "
-                "init_from."
-            )
-        self.spent_at = torch.tensor(settings, dtype=torch.float64)
-        self.private_rounds += 0 if seeded else 1
+        if self.target_epsilon is not None:
+            spent = privacy.epsilon(settings[0], self._share, server.round + 1, self.delta)
+            less = "a smaller share of clients"
+            target = self.target_epsilon
+            privacy.check_spent("DifferentialPrivacy", spent, target, server.round, also=less)
+        privacy.spend_round(self, server, settings, self.draws_from, "other noise or coins")
 
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
         if self.target_quantile is not None:
@@ -380,7 +355,10 @@ class DifferentialPrivacy(FederatedCallback):
         key = self.declarations()["sigma"].key(self)
         sigma = pl_module.server_states.get(key, self.noise_multiplier)
         # The next round must not exceed the target.
-        trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(sigma))
+        if self.target_epsilon is not None:
+            rounds = trainer.current_epoch + 2
+            spent = privacy.epsilon(float(sigma), self._share, rounds, self.delta)
+            trainer.should_stop |= spent > self.target_epsilon
 
 
 def _towards_zero(values: Tensor, dtype: torch.dtype) -> Tensor:

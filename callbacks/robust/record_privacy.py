@@ -35,6 +35,7 @@ from fl_lightning.callback import (
     ServerState,
     UserError,
     privacy,
+    refuse_both,
 )
 
 _OF_SERVER: dict[str, Any] = {"synchronised": False}
@@ -184,11 +185,7 @@ class RecordPrivacy(FederatedCallback):
         batch = data.most_in_batch
         self._batch = None if batch is None else batch * pl_module.settings.accumulate
         self._planned_rounds = trainer.max_epochs if self.rounds is None else self.rounds
-        if self.noise_multiplier is None and self._planned_rounds < 0:
-            raise UserError(
-                "RecordPrivacy's target_epsilon without noise_multiplier needs max_epochs or "
-                "rounds, to divide it among the rounds."
-            )
+        privacy.check_planned("RecordPrivacy", self.noise_multiplier, self._planned_rounds)
         methods = [c for c in trainer.callbacks if isinstance(c, FederatedCallback)]
         self._look_at([method for method in methods if method is not self])
         released = ["how many samples each client has of each class", "what the training logs"]
@@ -201,11 +198,9 @@ class RecordPrivacy(FederatedCallback):
         """Refuse methods that read clients' losses."""
         for other in others:
             if other.asks_for("loss") and other.role != "measurement":
-                raise UserError(
-                    f"method: RecordPrivacy and {type(other).__name__} cannot run together: its "
-                    "clients use the loss of their steps, which is computed from samples, and that "
-                    "is neither clipped nor noised. Keep one of them."
-                )
+                why = "its clients use the loss of their steps, which is computed from samples"
+                unprotected = f"{why}, and that is neither clipped nor noised"
+                refuse_both("RecordPrivacy", type(other).__name__, unprotected)
         # With client-level privacy nobody may know who took part, so ε counts every client in each
         # round.
         self._everybody = any(other.draws_from is not None for other in others)
@@ -289,7 +284,8 @@ class RecordPrivacy(FederatedCallback):
         sizes = server.sizes(everybody).numpy()
         shares = np.array([self._share(int(size)) for size in sizes])
         sigma = self._found_noise(server, shares)
-        self._check_same(server, sigma)
+        source = self.clients_draw_from
+        privacy.spend_round(self, server, [sigma, self.clip], source, "another σ or C")
         ids = everybody if self._everybody else server.participants.cpu()
         present = torch.from_numpy(shares)[ids].to(self.shares)
         earlier = self.shares[ids]
@@ -307,25 +303,8 @@ class RecordPrivacy(FederatedCallback):
         server.log("privacy/record_noise", sigma)
 
     def _refuse_above(self, spent: float, client: int, t: int) -> None:
-        if self.target_epsilon is not None and spent > self.target_epsilon:
-            raise UserError(
-                f"RecordPrivacy: round {t} would bring ε of client {client} to {spent:.4g}, above "
-                f"target_epsilon={self.target_epsilon:g}. Give more noise, fewer local steps, "
-                "smaller batches, or a larger target."
-            )
-
-    def _check_same(self, server: Server, sigma: float) -> None:
-        settings = [sigma, self.clip]
-        seeded = isinstance(self.clients_draw_from, int)
-        private = seeded or not sigma or int(self.private_rounds) == server.round
-        if server.round and not (private and self.spent_at.tolist() == settings):
-            raise UserError(
-                f"RecordPrivacy: some rounds before round {server.round} had no privacy, another σ "
-                "or C, or noise that a known seed gives, and ε would not hold for them. Go on with "
-                "the settings that the run began with, or begin another run with init_from."
-            )
-        self.spent_at = torch.tensor(settings, dtype=torch.float64)
-        self.private_rounds += 0 if seeded else 1
+        of, less = f" of client {client}", "fewer local steps, smaller batches"
+        privacy.check_spent("RecordPrivacy", spent, self.target_epsilon, t, of, less)
 
     def _share(self, size: int) -> float:
         """Return q in ε: 1 where no amplification is claimed."""

@@ -98,8 +98,6 @@ class QuantizedUpdate(FederatedCallback):
             return wire.as_tensor(arrays["update"], like=w)[0]
         blocks = wire.Blocks(self._transaction.layout, self.per_layer)
         wire.check_arrays(arrays, {"scales": len(blocks.slices), "levels": None})
-        if bool((arrays["scales"] < 0).any()):
-            raise ValueError("a scale is negative")
         numbers = wire.unpacked(arrays["levels"], wire.bits_of(self.levels), len(w)) - self.levels
         if bool((numbers > self.levels).any()):
             raise ValueError(f"a level is above {self.levels}")

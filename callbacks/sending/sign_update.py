@@ -90,8 +90,6 @@ class SignUpdate(FederatedCallback):
         w = run._transaction.w
         blocks = wire.Blocks(run._transaction.layout, self.per_layer)
         wire.check_arrays(arrays, {"scales": len(blocks.slices), "positive": None})
-        if bool((arrays["scales"] < 0).any()):
-            raise ValueError("a scale is negative")
         positive = wire.as_tensor(wire.unpacked(arrays["positive"], 1, len(w)), like=w) > 0
         scales = wire.as_tensor(arrays["scales"], like=w)
         return self._received(blocks, scales, positive).to(w.dtype)[0]

@@ -19,7 +19,7 @@ from fl_lightning.aggregation.over_processes import (
     visiting_order,
 )
 from fl_lightning.callback_list import CallbackList
-from fl_lightning.errors import UserError, WrongKind
+from fl_lightning.errors import UserError, WrongKind, refuse_both
 from fl_lightning.machine.device_memory import to_host
 from fl_lightning.round.client_group import ClientGroup
 from fl_lightning.round.client_sums import Total
@@ -188,8 +188,5 @@ def refuse_other_updates(methods: CallbackList, server: Server) -> None:
         changed = server.update is not update or update._version != version
         name = type(getattr(call, "__self__", call)).__name__
         if changed and name != owner:
-            raise UserError(
-                f"method: {owner} and {name} cannot run together: {name} changes server.update, "
-                f"and with {owner} there is no server: w is the mean of the clients' models. Keep "
-                "one of them."
-            )
+            no_server = f"with {owner} there is no server: w is the mean of the clients' models"
+            refuse_both(owner, name, f"{name} changes server.update, and {no_server}")

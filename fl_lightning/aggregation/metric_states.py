@@ -151,15 +151,7 @@ def taken(
 
 
 def copied(metric: Metric, device: str | None = None) -> Values:
-
-    def by_value(value: Any) -> Any:
-        if isinstance(value, list):
-            return [by_value(v) for v in value]
-        if isinstance(value, Tensor):
-            return value.detach().clone().to(device or value.device)
-        return value
-
-    return {name: by_value(getattr(metric, name)) for name in metric._defaults}
+    return {name: on_device(getattr(metric, name), device, True) for name in metric._defaults}
 
 
 def refuse_samples(learner: nn.Module, states: MetricStates) -> None:
@@ -336,7 +328,9 @@ def value_of(metric: Metric) -> Any:
         metric._to_sync = together
 
 
-def on_device(value: Any, device: torch.device) -> Any:
+def on_device(value: Any, device: torch.device | str | None, copy: bool = False) -> Any:
     if isinstance(value, list):
-        return [on_device(v, device) for v in value]
-    return value.to(device) if isinstance(value, Tensor) else value
+        return [on_device(v, device, copy) for v in value]
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to(device or value.device, copy=copy)

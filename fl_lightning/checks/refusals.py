@@ -216,17 +216,12 @@ def check_callback(trainer: Any, callback: Any) -> None:
                 f"trainer.callbacks: {name} cannot work in a federated run: "
                 f"{REFUSED_CALLBACKS[kind]}."
             )
-    if "ModelCheckpoint" in kinds and callback._every_n_train_steps:
+    saves = "ModelCheckpoint" in kinds
+    if saves and (callback._every_n_train_steps or callback._train_time_interval):
         raise UserError(
-            "callback ModelCheckpoint: every_n_train_steps saves within a round, before its model "
-            "is committed and validated, so the file would hold another model than the one that "
-            "its score belongs to. Give every_n_epochs, the number of rounds between checkpoints."
-        )
-    if "ModelCheckpoint" in kinds and callback._train_time_interval:
-        raise UserError(
-            "callback ModelCheckpoint: train_time_interval saves nothing here, because Lightning "
-            "leaves it out where a module steps its optimizer itself, as a round does. Give "
-            "every_n_epochs, the number of rounds between checkpoints."
+            "callback ModelCheckpoint: every_n_train_steps would save another model than the one "
+            "that its score belongs to, because it saves within a round, and train_time_interval "
+            "would save nothing. Give every_n_epochs, the number of rounds between checkpoints."
         )
     if "StochasticWeightAveraging" in kinds and trainer.lightning_module is not None:
         modules = trainer.lightning_module.modules()

@@ -204,12 +204,8 @@ class SampleGradients:
         gradients_of = vmap(derivative, in_dims=in_dims, randomness="different")
         with torch.enable_grad(), recorder.on(views):
             gradients, (losses, logged, inputs) = gradients_of(parameters, zeros, buffers, leaves)
-        # Parameters passed to `grad` require no gradients out here. Without layers, the loss was
-        # computed from the learner's own parameters.
-        if losses.requires_grad and not apart:
-            raise RuntimeError(
-                "its training_step reads parameters that are not registered in its modules"
-            )
+        if not apart:
+            check_registered(losses)
         if losses.requires_grad or recorder.missing():
             recorder.unfit |= set(range(len(zeros))) if losses.requires_grad else set()
             return None
@@ -258,6 +254,15 @@ class SampleGradients:
             values[name] = reduced(numbers, copy.logs.kinds.get(name)).reshape(1)
         copy.logged = {}
         return values
+
+
+def check_registered(losses: Tensor) -> None:
+    """Refuse a step that was differentiated by parameters of its own, and used others."""
+    # Parameters passed to `grad` require no gradients outside of it.
+    if losses.requires_grad:
+        raise RuntimeError(
+            "its training_step reads parameters that are not registered in its modules"
+        )
 
 
 def reduced(values: Tensor, kind: str | None) -> Tensor:

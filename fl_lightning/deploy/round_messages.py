@@ -160,8 +160,7 @@ def spread(values: Tensor, shape: tuple[int, ...], where: Tensor | None) -> Tens
     """Return a vector from the values that were sent; zeros elsewhere."""
     if values.shape == shape:
         return values
-    if where is None or shape != where.shape:
-        raise ValueError(f"shape {tuple(values.shape)} in place of {shape}")
+    assert where is not None  # the shape has been checked
     spread = values.new_zeros(shape)
     spread[where.cpu()] = values
     return spread

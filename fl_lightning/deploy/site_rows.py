@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +62,14 @@ class SiteRows:
 
     def _place(self, path: Path) -> int:
         """Return a number that identifies the folder, whichever process and node serve it."""
-        try:
+        with suppress(OSError, ValueError):
             place = int(path.read_text("ascii"))
-            if not 0 <= place < 2**53:
-                raise ValueError(place)
-            return place
-        except (OSError, ValueError):
-            place = secrets.randbelow(2**53)
-            with written_aside(path) as file:
-                file.write(str(place).encode())
-            return place
+            if 0 <= place < 2**53:
+                return place
+        place = secrets.randbelow(2**53)
+        with written_aside(path) as file:
+            file.write(str(place).encode())
+        return place
 
     def check(self, run: int) -> None:
         """Refuse another run than the one whose rows the folder holds."""

@@ -15,7 +15,7 @@ from fl_lightning.engines.trials.batch_check import check_batch_sizes, first_lin
 from fl_lightning.engines.trials.dry_run import tried_apart
 from fl_lightning.engines.trials.sample_trial import why_one_by_one
 from fl_lightning.engines.trials.trial_steps import FirstSteps, Reason, take_first_steps
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, refuse_both
 from fl_lightning.round.settings import AUTO, DEBUG, SEQUENTIAL, STACKED
 
 
@@ -102,12 +102,9 @@ def ready_for_samples(copies: LearnerCopies, decision: Decision, note: Notify) -
             "Remove it."
         )
     if context.looking:
-        raise UserError(
-            f"method: {name} and {type(context.looking[0]).__name__} cannot run together: "
-            f"{type(context.looking[0]).__name__} gets the clients' batches "
-            f"(on_train_batch_start), and {name} takes the gradient of each sample. Keep one of "
-            "them."
-        )
+        other = type(context.looking[0]).__name__
+        gets = "gets the clients' batches (on_train_batch_start)"
+        refuse_both(name, other, f"{other} {gets}, and {name} takes the gradient of each sample")
     work.samples_at_once = work.methods.samples_at_once
     if work.samples_at_once == 1:
         return

@@ -127,7 +127,9 @@ class Threads:
         """
         self.pool.shutdown(cancel_futures=True)
         deadline = time.monotonic() + ENDING_SECONDS
-        while any(map(_exists, self._thread_ids)) and time.monotonic() < deadline:
+        # Where the system does not list threads, there is nothing to wait for.
+        listed = [f"/proc/self/task/{thread_id}" for thread_id in self._thread_ids]
+        while any(map(os.path.exists, listed)) and time.monotonic() < deadline:
             time.sleep(0.0005)
         self._thread_ids.clear()
 
@@ -170,11 +172,6 @@ class FirstFailure:
 def _begin(thread_ids: list[int]) -> None:
     torch.set_num_threads(1)
     thread_ids.append(threading.get_native_id())
-
-
-def _exists(thread_id: int) -> bool:
-    """Return whether the thread exists; False where the system does not list threads."""
-    return os.path.exists(f"/proc/self/task/{thread_id}")
 
 
 def largest_first(round: Round, leaves: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,13 +33,13 @@ class LanguageMeasurement(Measurement):
         self.path = Path(path)
         self.rows = self.checked(read_records(self.path, type(self).__name__))
 
+    @abstractmethod
     def checked(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows, after checking that all have the required fields.
 
         Raises:
             UserError: it names the first row that lacks them.
         """
-        raise NotImplementedError  # abstract: each logger decides which rows it accepts
 
     def place(self, number: int) -> str:
         return f"{type(self).__name__}: {str(self.path)!r}, record {number + 1},"
@@ -66,9 +67,9 @@ class LanguageMeasurement(Measurement):
                 "record, or leave it out."
             )
 
+    @abstractmethod
     def lengths(self, encoder: Any) -> list[int]:
         """Return the largest number of tokens that each row gives to the network."""
-        raise NotImplementedError  # abstract: each logger decides what it asks about a row
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from functools import partial
 from typing import Any
 
@@ -34,9 +35,9 @@ class Measurement(FederatedCallback):
         self._failure: Exception | None = None  # of the latest measurement
         self.measured_late = False  # whether at the end of the fit, after the last round
 
+    @abstractmethod
     def measure(self, module: Any) -> dict[str, float]:
         """Return the values to log for this FederatedModule; called in every process."""
-        raise NotImplementedError  # abstract: each logger measures something else
 
     @property
     def measured(self) -> bool:

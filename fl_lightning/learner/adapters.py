@@ -34,7 +34,6 @@ class Adapter:
         scale: alpha / rank, or what else the module multiplies with.
         transposed: whether the weight is stored as ``(in, out)``, as GPT-2's ``Conv1D`` is. What is
             added to it is then ``scale * (B @ A).T``.
-        shared_with: path of another module that uses the same frozen weight; empty: none does.
         shapes: of the parameters A and B.
         places: of A and B in a vector ``(D,)``.
         why_no_product: why the layer adds something other than ``scale * B @ A``, as a clause that
@@ -49,7 +48,6 @@ class Adapter:
     rank: int
     scale: float
     transposed: bool
-    shared_with: str
     shapes: tuple[torch.Size, torch.Size]
     places: tuple[slice, slice]
     why_no_product: str = ""
@@ -146,16 +144,10 @@ def adapters_of(
         return []
     modules = dict(learner.named_modules())
     parameters = dict(learner.named_parameters(remove_duplicate=False))
-    users = users_of_parameters(learner)
     uses = Counter(chain.from_iterable(pair[2:] for pair in pairs))
     places = {name: k for k, name in enumerate(layout)}
     adapters = []
     for path, own, a, b in sorted(pairs, key=lambda pair: (places[pair[2]], places[pair[3]])):
-        weight = beside(path, parameters, (a, b))
-        others: list[str] = []
-        if weight:
-            home = weight.rpartition(".")[0]
-            others = [user for user in users.get(id(parameters[weight]), []) if user != home]
         shared = [name for name in (a, b) if uses[name] > 1]
         why = f"{shared[0]} is a factor of several adapters" if shared else ""
         shapes = (layout[a][1], layout[b][1])
@@ -165,11 +157,10 @@ def adapters_of(
                 holder=path,
                 a=a,
                 b=b,
-                weight=weight,
+                weight=beside(path, parameters, (a, b)),
                 rank=shapes[0][0],
                 scale=scale_in(modules[path], own),
                 transposed=bool(getattr(modules[path], "fan_in_fan_out", False)),
-                shared_with=others[0] if others else "",
                 shapes=shapes,
                 places=(layout[a][0], layout[b][0]),
                 why_no_product=why or _why_no_product(modules[path], own, (a, b), layout),
@@ -263,11 +254,11 @@ def no_product(why: str, asking: str) -> UserError:
     )
 
 
-def check_untied(layout: Any, asking: str) -> None:
-    """Refuse adapters whose frozen weight a method cannot change.
+def check_weights(layout: Any, asking: str) -> None:
+    """Refuse adapters without a frozen weight, which a method would change.
 
     Raises:
-        UserError: it names the method, ``asking``, and the weight.
+        UserError: it names the method, ``asking``, and the adapter.
     """
     for adapter in layout.adapters:
         if not adapter.weight:
@@ -276,12 +267,6 @@ def check_untied(layout: Any, asking: str) -> None:
                 f"{adapter.name} has none: the module {adapter.holder} has no parameter "
                 "base_layer.weight or weight that is frozen (requires_grad=False). Freeze it, or "
                 "use a method that leaves the base as it is, such as FedIT."
-            )
-        if adapter.shared_with:
-            raise UserError(
-                f"method: {asking} changes the frozen weight {adapter.weight}, and the module "
-                f"{adapter.shared_with} uses the same one (tied weights), so it would change too. "
-                "Leave this layer out of LoRA's target_modules, or untie the weights."
             )
 
 

@@ -90,7 +90,7 @@ def _cell(value: Any) -> Any:
     if value is None or isinstance(value, int | float):
         return value
     text = plain(str(value))
-    return f"'{text}" if _FORMULA.match(text) and not _is_number(text) else text
+    return f"'{text}" if _FORMULA.match(text) and not is_number(text) else text
 
 
 def _of_cell(text: str) -> str:
@@ -98,7 +98,8 @@ def _of_cell(text: str) -> str:
     return text[1:] if text.startswith("'") and _FORMULA.match(text) else text
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
+    """Return whether Python reads a text as a number."""
     try:
         float(text)
     except ValueError:

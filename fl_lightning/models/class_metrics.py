@@ -49,6 +49,16 @@ NAMED: dict[str, Callable[[int], Any]] = {
 }
 
 
+def check_classes(learner: str, num_classes: int, data: Any) -> None:
+    """Refuse data with more classes than a learner has."""
+    own = getattr(data, "num_classes", None)
+    if isinstance(own, int) and own > num_classes:
+        raise UserError(
+            f"{learner}: num_classes is {num_classes}, but {type(data).__name__} has {own} "
+            f"classes. Give num_classes={own}."
+        )
+
+
 def metrics_named(names: Sequence[str], num_classes: int) -> nn.ModuleDict:
     """Return these metrics by name, of probabilities ``(n, num_classes)`` and classes ``(n,)``.
 

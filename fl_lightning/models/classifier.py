@@ -93,12 +93,7 @@ class Classifier(AroundNetwork):
         data: Any = getattr(self.trainer, "datamodule", None)
         if stage != "fit" or not hasattr(data, "one_sample"):
             return
-        own = getattr(data, "num_classes", None)
-        if isinstance(own, int) and own > self.num_classes:
-            raise UserError(
-                f"{type(self).__name__}: num_classes is {self.num_classes}, but "
-                f"{type(data).__name__} has {own} classes. Give num_classes={own}."
-            )
+        class_metrics.check_classes(type(self).__name__, self.num_classes, data)
         outputs = self._outputs_of(data.one_sample()[0])
         if outputs not in (None, self.num_classes):
             raise UserError(

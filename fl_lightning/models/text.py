@@ -7,6 +7,7 @@ and their types (``token_type_ids``).
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
@@ -21,6 +22,7 @@ from fl_lightning.errors import UserError
 from fl_lightning.introspection.accepted import AtLeast, FiniteFloat, check_arguments
 from fl_lightning.machine.lightning import pl
 from fl_lightning.models import pretrained
+from fl_lightning.models.class_metrics import check_classes
 
 # The same value as in datamodules/formats/tokens.py, which this module must not import.
 NO_TOKEN = -1
@@ -37,13 +39,13 @@ class Predictions(pl.LightningModule):
     -1 does not count. Evaluation weighs batches by the number of predictions.
     """
 
+    @abstractmethod
     def scores(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return logits ``(k, classes)`` of k predictions, and the right classes ``(k,)``.
 
         A class of -1 does not count in the loss and the metrics. A subclass predicts the text's
         class, or each next token.
         """
-        raise NotImplementedError  # abstract: a subclass decides what it predicts
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         loss, right, count = _measured(*self.scores(batch))
@@ -139,11 +141,11 @@ class TextLearner(Predictions):
                 f"{longest} tokens (config.max_position_embeddings). Give a shorter length."
             )
 
+    def _precision(self, device: torch.device) -> AbstractContextManager[Any]:
+        return torch.autocast(device.type, torch.bfloat16) if self._mixes else nullcontext()
+
     def computed(self, **inputs: Any) -> Tensor:
-        context: AbstractContextManager[Any] = nullcontext()
-        if self._mixes:
-            context = torch.autocast(inputs["input_ids"].device.type, torch.bfloat16)
-        with context:
+        with self._precision(inputs["input_ids"].device):
             logits: Tensor = self.network(**inputs, use_cache=False).logits
         return logits.float() if self._mixes else logits
 
@@ -343,9 +345,6 @@ class CausalLanguageModel(TextLearner):
         """Likeliest tokens ``(k,)`` after tokens ``(L,)``, one after the other, up to ``end``."""
         asked = tokens[None].long()
         options = {"do_sample": False, "num_beams": 1, "pad_token_id": self.padding}
-        context: AbstractContextManager[Any] = nullcontext()
-        if self._mixes:
-            context = torch.autocast(tokens.device.type, torch.bfloat16)
         adapted = hasattr(self.network, "get_base_model")
         inner: Any = self.network.get_base_model() if adapted else self.network
         # The network's generation_config.json may ask for penalties, and so for other tokens than
@@ -353,7 +352,7 @@ class CausalLanguageModel(TextLearner):
         own = inner.generation_config
         inner.generation_config = type(own)()
         try:
-            with torch.no_grad(), context:
+            with torch.no_grad(), self._precision(tokens.device):
                 made: Tensor = self.network.generate(
                     input_ids=asked,
                     attention_mask=torch.ones_like(asked),
@@ -410,12 +409,7 @@ class TextClassifier(TextLearner):
         super().setup(stage)
         data = getattr(self.trainer, "datamodule", None)
         self._logged = getattr(data, "metrics", ())
-        classes = getattr(data, "num_classes", self.num_classes)
-        if classes is not None and classes > self.num_classes:
-            raise UserError(
-                f"TextClassifier: num_classes is {self.num_classes}, but {type(data).__name__} has "
-                f"{classes} classes."
-            )
+        check_classes(type(self).__name__, self.num_classes, data)
 
     def forward(self, tokens: Tensor) -> Tensor:
         tokens, types = split_types(tokens)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.learner.adapters import check_untied, users_of_parameters
+from fl_lightning.learner.adapters import check_weights, users_of_parameters
 from fl_lightning.learner.layout import Layout
 
 # name, left factor or the dense addition, right factor
@@ -49,7 +49,7 @@ class Base:
         parameters = dict(learner.named_parameters())
         frozen = [name for name, p in parameters.items() if not p.requires_grad]
         if not self.patterns:
-            check_untied(layout, asking)
+            check_weights(layout, asking)
             wanted = {adapter.weight for adapter in layout.adapters}
         else:
             wanted = set()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, refuse_both
 from fl_lightning.introspection.hook_arguments import unasked
 from fl_lightning.learner.layout import Layout
 from fl_lightning.machine.device_memory import to_device
@@ -102,11 +102,8 @@ class Clients(HookSubject):
         """The server's model w^t ``(D,)``."""
         models = self._group.models_of
         if models and self._caller != models and self._caller not in self._group.measuring:
-            raise UserError(
-                f"method: {models} and {self._caller} cannot run together: {self._caller} uses "
-                f"clients.w, but with {models} clients train from that method's own models. Keep "
-                "one of them."
-            )
+            why = f"uses clients.w, but with {models} clients train from that method's own models"
+            refuse_both(models, self._caller, f"{self._caller} {why}")
         return self._group.round.w
 
     @property
@@ -428,11 +425,8 @@ class Clients(HookSubject):
             UserError: it names both methods.
         """
         if other := self._group.reduced_by:
-            raise UserError(
-                f"method: {other} and {self._caller} cannot run together: {self._caller} calls "
-                f"{what}, which takes a step's whole batch, but {other} takes the gradient of each "
-                "sample. Keep one of them."
-            )
+            why = f"takes a step's whole batch, but {other} takes the gradient of each sample"
+            refuse_both(other, self._caller, f"{self._caller} calls {what}, which {why}")
 
     def _check_samples(self, what: str) -> None:
         """Refuse values of the clients' samples, if a method protects these.
@@ -444,11 +438,8 @@ class Clients(HookSubject):
         """
         other = self._group.protected_by
         if other and other != self._caller and self._caller not in self._group.measuring:
-            raise UserError(
-                f"method: {other} and {self._caller} cannot run together: {self._caller} reads "
-                f"{what}, which is computed from samples, and that is neither clipped nor noised. "
-                "Keep one of them."
-            )
+            why = "is computed from samples, and that is neither clipped nor noised"
+            refuse_both(other, self._caller, f"{self._caller} reads {what}, which {why}")
 
     def log(self, name: str, values: Tensor) -> None:
         """Log one value per client, ``(n,)`` or ``(n, 1)``; ``name`` shows their mean."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, refuse_both
 from fl_lightning.learner.adapter_products import check_what_is_added
 from fl_lightning.learner.adapters import check_products, check_there
 from fl_lightning.learner.layout import Layout
@@ -200,10 +200,7 @@ def check_companions(callbacks: Sequence[Any]) -> None:
             if not why and declared_bases(callback):
                 why = _beside_base(other)
             if why:
-                raise UserError(
-                    f"method: {type(callback).__name__} and {type(other).__name__} cannot run "
-                    f"together: {why}. Keep one of them."
-                )
+                refuse_both(type(callback).__name__, type(other).__name__, why)
 
 
 def check_parts(methods: Any, parts: Parts | None, layout: Layout) -> None:

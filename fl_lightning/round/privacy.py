@@ -12,7 +12,9 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
-from fl_lightning.errors import UserError
+import torch
+
+from fl_lightning.errors import UserError, optional
 from fl_lightning.introspection.accepted import PositiveFloat, check
 
 
@@ -36,19 +38,59 @@ def check_given(
         )
 
 
+def check_planned(name: str, sigma: float | None, rounds: int) -> None:
+    """Refuse to find σ for a target if the number of rounds is not known (-1)."""
+    if sigma is None and rounds < 0:
+        raise UserError(
+            f"{name}'s target_epsilon without noise_multiplier needs max_epochs, to divide it "
+            "among the rounds."
+        )
+
+
+def check_spent(
+    name: str, spent: float, target: float | None, t: int, of: str = "", also: str = ""
+) -> None:
+    """Refuse round ``t`` if ε after it, ``of`` a client, is above the target.
+
+    Args:
+        also: what helps, besides more noise and a larger target.
+    """
+    if target is not None and spent > target:
+        raise UserError(
+            f"{name}: round {t} would bring ε{of} to {spent:.4g}, above target_epsilon={target:g}. "
+            f"Give more noise, {also}, or a larger target."
+        )
+
+
+def spend_round(method: Any, server: Any, settings: list[float], source: Any, others: str) -> None:
+    """Note a round in the method's states ``spent_at`` and ``private_rounds``.
+
+    ε is composed of equal rounds, so a round with other settings than the rounds before is refused.
+
+    Args:
+        settings: σ, and what else ε depends on; ``others``: the same in words.
+        source: the seed of the noise, which is then known; else it is the run's secret.
+    """
+    seeded = isinstance(source, int)
+    private = seeded or not settings[0] or int(method.private_rounds) == server.round
+    if server.round and not (private and method.spent_at.tolist() == settings):
+        raise UserError(
+            f"{type(method).__name__}: some rounds before round {server.round} had no privacy, "
+            f"{others}, or noise that a known seed gives, and ε would not hold for them. Go on "
+            "with the settings that the run began with, or begin another run with init_from."
+        )
+    method.spent_at = torch.tensor(settings, dtype=torch.float64)
+    method.private_rounds += 0 if seeded else 1
+
+
 @lru_cache
 def _one_round(sigma: float, share: float) -> Any:
     """Return the privacy loss distribution of one round."""
-    try:
-        from dp_accounting.pld import privacy_loss_distribution
-    except ImportError:
-        raise UserError(
-            "privacy: ε needs the package dp-accounting: pip install 'fl-lightning[privacy]'."
-        ) from None
+    distribution = optional("dp_accounting.pld.privacy_loss_distribution", "privacy", "ε")
     # With little noise, privacy losses are about 1/σ², and memory grows with their number. So the
     # grid is coarser then and rounds up, so that ε is never too small.
     interval = 1e-4 * max(1.0, (0.3 / sigma) ** 2)
-    return privacy_loss_distribution.from_gaussian_mechanism(
+    return distribution.from_gaussian_mechanism(
         sigma, sampling_prob=share, value_discretization_interval=interval
     )
 

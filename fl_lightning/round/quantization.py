@@ -130,7 +130,7 @@ def as_array(values: Tensor) -> NDArray[Any]:
 
 
 def check_arrays(arrays: Mapping[str, NDArray[Any]], lengths: Mapping[str, int | None]) -> None:
-    """Refuse arrays of a message that have other names or shapes.
+    """Refuse arrays of a message that have other names or shapes, and ``scales`` below 0.
 
     Args:
         lengths: by name, the number of entries; None: it is checked elsewhere.
@@ -143,6 +143,8 @@ def check_arrays(arrays: Mapping[str, NDArray[Any]], lengths: Mapping[str, int |
     for name, length in lengths.items():
         if length is not None and arrays[name].shape != (length,):
             raise ValueError(f"{name} has the shape {arrays[name].shape}, not ({length},)")
+    if "scales" in arrays and bool((arrays["scales"] < 0).any()):
+        raise ValueError("a scale is negative")
 
 
 def as_tensor(array: NDArray[Any], like: Tensor) -> Tensor:

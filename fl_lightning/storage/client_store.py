@@ -192,8 +192,7 @@ class ClientStore:
     def index(self) -> Index:
         """Segment of each row, as plain tensors for a checkpoint; call ``flush`` before."""
         with self._lock:
-            if self._dirty or self._spilled:
-                raise RuntimeError("rows are not on disk yet: call flush(folder) before index()")
+            assert not self._dirty and not self._spilled  # they are on disk
             return {
                 name: {"clients": torch.from_numpy(clients), "segments": torch.from_numpy(where)}
                 for name, (clients, where) in sorted(self._where.items())

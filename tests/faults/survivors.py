@@ -69,10 +69,9 @@ SURVIVORS = {
     ),
     **_equal(
         "differential_privacy",
-        "trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(sigma))",
+        "trainer.should_stop |= spent > self.target_epsilon",
         "equivalent: 2 is true",
-        "factor: trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(sigma)) "
-        "(column 0)",
+        "factor: trainer.should_stop |= spent > self.target_epsilon (column 0)",
     ),
     **_equal(
         "consensus_distance_logger",

@@ -25,7 +25,7 @@ from fl_lightning.client.client_optimizer import (
 from fl_lightning.client.client_trainer import ClientTrainer, add_error_note, begin
 from fl_lightning.client.flat_learner import FlatLearner
 from fl_lightning.client.local_step import LocalStep
-from fl_lightning.client.sample_gradients import StepAsForward
+from fl_lightning.client.sample_gradients import StepAsForward, check_registered
 from fl_lightning.client.step_logs import START, in_one_step, of_steps, reduce_into
 from fl_lightning.engines.engine import Collect
 from fl_lightning.engines.engine_context import LearnerCopies
@@ -126,14 +126,9 @@ class Stack:
             return value, (value, logs)
 
         gradients_of = vmap(grad(loss, has_aux=True), randomness="different")
-        # Parameters passed to the function require no gradients under `enable_grad`. If the loss
-        # requires one, it was computed from the learner's own parameters.
         with torch.enable_grad():
             gradients, (losses, logs) = gradients_of(parameters, leaves)
-        if losses.requires_grad:
-            raise RuntimeError(
-                "its training_step reads parameters that are not registered in its modules"
-            )
+        check_registered(losses)
         return gradients, logs
 
     def take_logs(self) -> tuple[dict[str, Tensor], dict[str, list[bool]]]:
