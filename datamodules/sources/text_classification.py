@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.batches.samples import TensorSamples
-from fl_lightning.datamodules.formats.tables import cells, refuse_twice, separator_of
+from fl_lightning.datamodules.formats.tables import refuse_twice, separator_of
 from fl_lightning.datamodules.formats.tokens import Bytes, Folder, read_text, tokenizer_of
 from fl_lightning.datamodules.partitions.flower_splits import Grouped
 from fl_lightning.datamodules.partitions.partition import (
@@ -259,15 +261,33 @@ def rows_of(
     if path.suffix.lower() not in (".csv", ".tsv"):
         return read_records(path, "TextClassification")
     text = read_text(path, "TextClassification's file")
+    separator = separator_of(path)
+    quotes = separator != "\t" if quotes is None else quotes
+    quoting: Any = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+    # The limit is the process's, and other readers rely on it.
+    limit = csv.field_size_limit(2**31 - 1)
+    options: Any = {"delimiter": separator, "quoting": quoting, "strict": True}
+    line = 1
+    reader = csv.DictReader(io.StringIO(text, newline=""), names, **options)
     try:
-        header, rows = cells(text, separator_of(path), quotes, names)
-    except ValueError as error:
+        refuse_twice(f"{str(path)!r}, line 1,", list(reader.fieldnames or ()))
+        rows = []
+        line = reader.line_num + 1
+        for row in reader:
+            # Where a row has too many cells, or too few, there is a None.
+            if None in row or None in row.values():
+                raise csv.Error("the row has another number of cells than there are columns")
+            rows.append(row)
+            line = reader.line_num + 1
+    except csv.Error as error:
         raise UserError(
-            f"{str(path)!r} cannot be read: {error}. The first line has to name the columns, each "
-            "row needs a cell for each of them, and each quote has to be closed (data.quotes)."
+            f"{str(path)!r} cannot be read: lines {line} to {reader.line_num}: {error}. The first "
+            "line has to name the columns, each row needs a cell for each of them, and each quote "
+            "has to be closed (data.quotes)."
         ) from None
-    refuse_twice(f"{str(path)!r}, line 1,", header)
-    return [dict(zip(header, row, strict=True)) for row in rows]
+    finally:
+        csv.field_size_limit(limit)
+    return rows
 
 
 @dataclass(frozen=True)
