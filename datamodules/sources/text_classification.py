@@ -267,23 +267,23 @@ def rows_of(
     # The limit is the process's, and other readers rely on it.
     limit = csv.field_size_limit(2**31 - 1)
     options: Any = {"delimiter": separator, "quoting": quoting, "strict": True}
-    line = 1
+    line = 0
     reader = csv.DictReader(io.StringIO(text, newline=""), names, **options)
     try:
         refuse_twice(f"{str(path)!r}, line 1,", list(reader.fieldnames or ()))
         rows = []
-        line = reader.line_num + 1
+        line = reader.line_num
         for row in reader:
             # Where a row has too many cells, or too few, there is a None.
             if None in row or None in row.values():
                 raise csv.Error("the row has another number of cells than there are columns")
             rows.append(row)
-            line = reader.line_num + 1
+            line = reader.line_num
     except csv.Error as error:
         raise UserError(
-            f"{str(path)!r} cannot be read: lines {line} to {reader.line_num}: {error}. The first "
-            "line has to name the columns, each row needs a cell for each of them, and each quote "
-            "has to be closed (data.quotes)."
+            f"{str(path)!r} cannot be read after line {line}: {error}. The first line has to name "
+            "the columns, each row needs a cell for each of them, and each quote has to be closed "
+            "(data.quotes)."
         ) from None
     finally:
         csv.field_size_limit(limit)
