@@ -23,8 +23,8 @@ TARGET_TO_NUMBERS = (
     "training data): make it a number, or leave the row out"
 )
 _FILL_GAPS = (
-    "fill the gaps in, leave these rows out (data.missing=drop), or leave the columns out of "
-    "data.features"
+    "fill the gaps in, leave these rows out (FromTable does with data.missing=drop), or take other "
+    "columns"
 )
 # Names that pandas and R give to the column of row numbers: in a CSV, in a CSV read again, and in
 # Parquet.
