@@ -223,7 +223,9 @@ class FromFolders(FileDataModule):
                 f"data.path is {str(self.path)!r}, which is not a folder (the present folder is "
                 f"{str(Path.cwd())!r})."
             )
-        domains = self._read(self._layout())
+        self._read_as = self._layout()
+        readers = {"digits5": self._digits5, "lists": self._lists, "splits": self._splits}
+        domains = readers.get(self._read_as, self._folders)()
         if self.limit is not None:
             for domain in domains:
                 domain.train = domain.train[: self.limit[0]]
@@ -248,10 +250,6 @@ class FromFolders(FileDataModule):
             found = "splits"
         self.tell(f"{str(self.path)!r} is read as layout={found}")
         return found
-
-    def _read(self, layout: str) -> list[Domain]:
-        readers = {"digits5": self._digits5, "lists": self._lists, "splits": self._splits}
-        return readers.get(layout, self._folders)()
 
     def _chosen(self, there: Sequence[str], given: list[str] | None, option: str) -> list[str]:
         refuse_twice(f"data.{option}", given or ())
@@ -291,12 +289,6 @@ class FromFolders(FileDataModule):
 
     def _splits(self) -> list[Domain]:
         self.class_names = self._chosen(folders_of(self.path / "train"), self.classes, "classes")
-        if isinstance(self.partition, ByGroup) and self.clients_per_domain == 1:
-            raise UserError(
-                f"data.path is {str(self.path)!r}, whose pictures are in splits and not in "
-                "domains: give data.partition and data.num_clients, or data.layout=folders if "
-                "train and val are domains."
-            )
         parts = {name: self._held(self.path / name) for name in HELD}
         val = parts["val"] or parts["validation"]
         one = Domain(self.path.name, self._by_class(self.path / "train"))
@@ -415,6 +407,13 @@ class FromFolders(FileDataModule):
         if self.clients_per_domain > 1 and self._split_seed not in (None, self.run_seed):
             self.train_set = None  # The seed decides which of a domain's clients has which samples.
         super().setup(stage)
+        undivided = self._read_as == "splits" and self.clients_per_domain == 1
+        if undivided and isinstance(self.partition, ByGroup):
+            raise UserError(
+                f"data.path is {str(self.path)!r}, whose pictures are in splits and not in "
+                "domains: give data.partition and data.num_clients, or data.layout=folders if "
+                "train and val are domains."
+            )
         for pictures in self._sets:
             pictures.decode(self.in_memory)
         self._sets = []

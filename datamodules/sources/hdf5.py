@@ -163,28 +163,25 @@ class FromHDF5(FileDataModule):
             # The windows of each snippet: its characters, a start and an end, cut into pieces.
             ends = [-(-(len(raw_of(one)) + 2) // (self.length + 1)) for one in rows[()]]
             return np.full(sum(ends), -1, np.int64)
-        if len(rows) != len(client[y]):
-            raise UserError(f"{where} has {len(rows)} rows of {x!r} and {len(client[y])} of {y!r}.")
         # Bytes may be pictures, which are scaled.
         form = (rows.shape[1:], rows.dtype == np.uint8, rows.dtype.kind)
         first = like.setdefault("form", (form, rows.dtype))
-        if form != first[0]:
-            raise UserError(
-                f"{where}: {x!r} holds {rows.dtype} of the shape {form[0]}, and {first[1]} of the "
-                f"shape {first[0][0]} in the first client. All need the same, since the type says "
-                "how x is scaled."
-            )
+        faults = {
+            f"{len(rows)} rows of {x!r} and {len(client[y])} of {y!r}": len(rows) != len(client[y]),
+            f"{x!r} of {rows.dtype} of the shape {form[0]}, and the first client {first[1]} of the "
+            f"shape {first[0][0]}; the type says how x is scaled": form != first[0],
+            f"bytes of the shape {form[0]}, which are taken for pictures (height, width, 1 to 4 "
+            "channels): store the channels last": (
+                kind in ("image", "arrays") and form[1] and len(form[0]) == 3 and form[0][2] > 4
+            ),
+        }
+        for fault, there in faults.items():
+            if there:
+                raise UserError(f"{where} has {fault}.")
         if kind == "tokens":
             return np.full(len(rows), -1, np.int64)
-        if form[1] and len(form[0]) == 3 and form[0][2] > 4 and kind != "pixels":
-            raise UserError(
-                f"{where}: {x!r} holds bytes of the shape {form[0]}, which are taken for pictures "
-                "(height, width, channels), with 1 to 4 channels: store the channels last."
-            )
         check_finite(np.asarray(rows[()]), where)
-        labels = np.asarray(client[y][()])
-        labels = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
-        return whole_labels(labels, where)
+        return whole_labels(np.asarray(client[y][()]), where)
 
     def _names(self, client: Any, where: str) -> tuple[str, str, str]:
         if self.x is not None and self.y is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -60,16 +61,16 @@ def users_of(file: Path) -> Iterator[User]:
         if begin is None:
             raise ValueError("it has no key user_data")
         place = begin.end()
-        start = len(text[:place].encode())
+        before = len(text[:place].encode())  # bytes before this place
         while text[place : place + 1] != "}":
             name, end = DECODER.raw_decode(text, place)
             begins = _past(text, end)
             samples, ends = DECODER.raw_decode(text, begins)
-            start += len(text[place:begins].encode())
+            start = before + len(text[place:begins].encode())
             stop = start + len(text[begins:ends].encode())
             yield User(f"The file {str(file)!r}: user {name!r}", name, samples, start, stop)
             place = _past(text, ends)
-            start = stop + len(text[ends:place].encode())
+            before = stop + len(text[ends:place].encode())
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"The file {str(file)!r} is broken ({str(error)[:160]}). The file may be cut off; copy "
@@ -87,8 +88,6 @@ ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklm
 PLACES = {letter: place for place, letter in enumerate(ALPHABET)}
 WORDS = re.compile(r"[\w']+|[.,!?;]")
 PICTURE = (".jpg", ".jpeg", ".png")
-# Number of classes, for those kinds of data whose labels have a known range.
-CLASSES = {"femnist": 62}
 # The column with the text of a tweet in LEAF's Sent140.
 TEXT = 4
 
@@ -114,9 +113,8 @@ def labels_of(user: User, kind: str, unknown: bool, like: list[int]) -> NDArray[
         y = user.samples["y"]
         if len(x) != len(y):
             raise ValueError(f"{len(x)} x and {len(y)} y")
-        if kind == "sent140" and not all(isinstance(one[TEXT], str) for one in x):
-            raise ValueError(f"an x without a text in column {TEXT}")
-        if kind in ("celeba", "shakespeare") and not all(isinstance(one, str) for one in x):
+        of_texts = [one[TEXT] if kind == "sent140" else one for one in x]
+        if kind not in ("femnist", "numbers") and not all(isinstance(one, str) for one in of_texts):
             raise ValueError("an x that is not a text")
         if kind not in ("celeba", "sent140"):
             like += [len(x[0])] if x and not like else []
@@ -194,21 +192,6 @@ class FromLEAF(FileDataModule):
         self.unknown = unknown
         self._vocabulary = None if vocabulary is None else _words_of(Path(vocabulary).expanduser())
 
-    @classmethod
-    def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
-        """Return the shape of x, which follows from the kind or from the first sample."""
-        size = arguments.get("image_size", 84)
-        shapes = {"femnist": (1, 28, 28), "celeba": (3, size, size), "shakespeare": (80,)}
-        known = shapes.get(str(arguments.get("kind")))
-        return known or super().shape_of_samples(**arguments)
-
-    @classmethod
-    def classes_of_samples(cls, **arguments: Any) -> int | None:
-        """Return the number of classes, which follows from the kind or from the labels."""
-        letters = len(ALPHABET) + bool(arguments.get("unknown"))
-        known = {**CLASSES, "shakespeare": letters}.get(str(arguments.get("kind")))
-        return known or super().classes_of_samples(**arguments)
-
     def read(self) -> tuple[Side, Side | None, Side | None]:
         sides = {side: sorted((self.path / side).glob("*.json")) for side in ("train", "test")}
         if not sides["train"]:
@@ -225,8 +208,7 @@ class FromLEAF(FileDataModule):
             self.tell(f"these are data of kind={name}, by their first sample")
         self._made = self._maker(name)
         if name == "femnist":
-            self.class_names = [*map(str, range(10)), *map(chr, range(65, 91))]
-            self.class_names += [*map(chr, range(97, 123))]
+            self.class_names = list(string.digits + string.ascii_uppercase + string.ascii_lowercase)
         elif name == "shakespeare":
             self.class_names = [*ALPHABET, *(["other"] if self.unknown else [])]
         train = self._side(index, "train")
@@ -261,20 +243,23 @@ class FromLEAF(FileDataModule):
         read = partial(_x_of, files, index[f"{side} places"], self._made)
         return Side.of_index(index, side, read)
 
-    def _maker(self, kind: str) -> Any:
-        if kind == "celeba" and self.images is None:
-            raise UserError(
-                "These are LEAF's CelebA data, whose samples are names of pictures: give "
-                "data.images, the folder that holds them (img_align_celeba)."
-            )
+    def _maker(self, kind: str) -> Callable[[Any], Tensor]:
+        """Return the function that makes an x of what the file has."""
         if kind == "celeba":
+            if self.images is None:
+                raise UserError(
+                    "These are LEAF's CelebA data, whose samples are names of pictures: give "
+                    "data.images, the folder that holds them (img_align_celeba)."
+                )
             pictures = Pictures(size=(self.image_size, self.image_size), filter=None)
             return partial(_picture, self.images, pictures)
         if kind == "sent140" and self._vocabulary is not None:
             return partial(_places, self._vocabulary, self.words)
         if kind == "sent140":
             return partial(_tokens, tokenizer_of(self.tokenizer), self.length)
-        return {"femnist": _grey, "shakespeare": _letters}.get(kind, _numbers)
+        if kind == "shakespeare":
+            return _letters
+        return partial(_numbers, (1, 28, 28) if kind == "femnist" else (-1,))
 
 
 def _x_of(
@@ -287,12 +272,8 @@ def _x_of(
     return [made(x) for x in found["x"]]
 
 
-def _grey(x: list[float]) -> Tensor:
-    return torch.tensor(x, dtype=torch.float32).view(1, 28, 28)
-
-
-def _numbers(x: list[float]) -> Tensor:
-    return torch.tensor(x, dtype=torch.float32)
+def _numbers(shape: Sequence[int], x: list[float]) -> Tensor:
+    return torch.tensor(x, dtype=torch.float32).view(*shape)
 
 
 def _letters(x: str) -> Tensor:

@@ -336,11 +336,8 @@ class FromTable(FederatedDataModule):
         # The column gives the number of clients, even if a config such as `base` has one.
         if client is not None:
             partition, num_clients = ByGroup(), None
-        if scale == "client" and client is None:
-            raise UserError(
-                "data.scale is 'client', and data.client names no column of clients: give the "
-                "column, or data.scale=all."
-            )
+        if client is None:
+            check("data.scale, without data.client,", scale, Literal["all"] | None)
         share = test.get("share") if isinstance(test, Mapping) else test
         if share is None or isinstance(share, (int, float)):
             check("data.test", share, Annotated[float, Above(0), Below(1)] | None)

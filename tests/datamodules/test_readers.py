@@ -418,7 +418,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "letter": (lambda p: leaf(p, {"a": (["b" * 80], ["é"])}), "'a' .*KeyError: 'é'.*unknown=true"),
     "h5 rows": (lambda p: after(p, hdf5, TWO, [0]), "examples/1' has 2 rows of 'x' and 1 of 'y'"),
     "h5 shape": (lambda p: after(p, hdf5, np.zeros((1, 3)), [0]), r"examples/1'.*shape \(3,\)"),
-    "h5 type": (lambda p: after(p, hdf5, TWO.astype(int), [0, 0]), "holds int64 .*float64 of the"),
+    "h5 type": (
+        lambda p: after(p, hdf5, TWO.astype(int), [0, 0]),
+        "of int64 .* first client float64",
+    ),
     "h5 bytes": (lambda p: after(p, hdf5, TWO.astype(np.uint8), [0, 0]), "examples/1'.*uint8"),
     "h5 texts": (lambda p: after(p, hdf5, TWO, [b"q", b"r"]), "examples/1' has labels"),
     "h5 label": (lambda p: after(p, hdf5, TWO, [0, np.inf]), "examples/1' has the label inf in s"),
