@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.errors import CellError, UserError, optional, suggest
 
 TO_NUMBERS = (
@@ -283,7 +283,16 @@ def read_table(
     separator = separator_of(path) if separator is None else separator
     quotes = separator != "\t" if quotes is None else quotes
     first = 1
-    with reading(path, separator, quotes):
+    if isinstance(given, Path) and not given.exists():
+        raise UserError(
+            f"The table {str(path)!r} is not there (the present folder is {str(Path.cwd())!r})."
+        )
+    with refused(
+        f"The table {str(path)!r} cannot be read",
+        "A CSV is text in UTF-8, whose first line names the columns, each by another name (or give "
+        "data.columns). Each row needs a cell for each column (data.separator is "
+        f"{separator!r}), and each quote has to be closed (data.quotes is {str(quotes).lower()}).",
+    ):
         if not isinstance(given, Path):
             if hasattr(given, "to_arrow"):
                 read = given.to_arrow()
@@ -369,22 +378,3 @@ def _plain(values: Any, marks: Sequence[str], numbers: Any) -> Any:
     if pandas.api.types.is_numeric_dtype(values.dtype):
         return values.mask(np.isnan(as_numbers(values)) | values.isin(numbers))
     return values
-
-
-@contextmanager
-def reading(path: Path, separator: str, quotes: bool) -> Iterator[None]:
-    """Within this context, errors about a file name the file."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise UserError(
-            f"The table {str(path)!r} is not there (the present folder is {str(Path.cwd())!r})."
-        ) from None
-    except Exception as error:  # pandas and pyarrow raise errors of many kinds
-        text = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"The table {str(path)!r} cannot be read: {text}. A CSV is text in UTF-8, whose first "
-            "line names the columns, each by another name (or give data.columns). Each row needs a "
-            f"cell for each column (data.separator is {separator!r}), and each quote has to be "
-            f"closed (data.quotes is {str(quotes).lower()})."
-        ) from error

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.datamodules.partitions.partition import (
     Indices,
     Partition,
@@ -215,13 +216,8 @@ class ByValue(Partition):
             )
         self.values: NDArray[np.float64] | None = None
         if values is not None:
-            try:
+            with refused("ByValue's values are not numbers", "Give one per training sample."):
                 self.values = np.asarray(values, np.float64)
-            except (TypeError, ValueError) as error:
-                raise UserError(
-                    f"ByValue's values are not numbers ({str(error)[:120]}): give one number per "
-                    "training sample."
-                ) from None
         self.column = column
         self.strictness = strictness
         self.shuffle = shuffle

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.datamodules.partitions.partition import (
     Indices,
     Partition,
@@ -234,7 +235,11 @@ def _lists_of(path: Path) -> dict[str, tuple[Any, Any]]:
             f"The index lists {str(path)!r} are a pickle, which can run any program when it is "
             f"read. If you trust it, convert it to JSON: {TO_JSON}"
         )
-    try:
+    with refused(
+        f"The index lists {str(path)!r} cannot be read",
+        "Give a .json file with a list of lists of positions, or {client: list}, or a .npz file "
+        "with an array per client.",
+    ):
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as file:
                 # NumPy calls unnamed arrays arr_0, arr_1, …
@@ -249,9 +254,3 @@ def _lists_of(path: Path) -> dict[str, tuple[Any, Any]]:
         numbers = all(name.isdecimal() for name in pairs)
         assert all(len(own) for own, _ in pairs.values()), "a client has no training samples"
         return dict(sorted(pairs.items(), key=lambda item: int(item[0]) if numbers else item[0]))
-    except Exception as error:  # NumPy raises many kinds of errors for damaged files
-        raise UserError(
-            f"The index lists {str(path)!r} cannot be read ({type(error).__name__}: "
-            f"{str(error)[:160]}): give a .json file with a list of lists of positions, or "
-            "{client: list}, or a .npz file with an array per client."
-        ) from None

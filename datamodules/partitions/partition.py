@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.errors import UserError
 from fl_lightning.introspection.accepted import Checked, NonNegativeFloat
 from fl_lightning.machine.lightning import rank_zero_warn
@@ -292,20 +293,21 @@ class Saved(Partition):
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
-        try:
-            with np.load(self.path, allow_pickle=False) as file:
-                self._ends = file["ends"]
-                self._indices = file["indices"]
-                self._labels = str(file["labels"])
-                self._kept = str(file["kept"])
-                self._tests: list[Indices] | None = None
-                if "test_ends" in file:
-                    self._tests = np.split(file["test_indices"], file["test_ends"][:-1])
-        except Exception as error:  # NumPy raises many kinds of errors for damaged files
-            raise UserError(
+        with (
+            refused(
                 f"The partition's file {self.path!r} is not there, damaged, or was not written by "
-                f"save_partition ({error})."
-            ) from None
+                "save_partition",
+                "Give another file, or save the partition again.",
+            ),
+            np.load(self.path, allow_pickle=False) as file,
+        ):
+            self._ends = file["ends"]
+            self._indices = file["indices"]
+            self._labels = str(file["labels"])
+            self._kept = str(file["kept"])
+            self._tests: list[Indices] | None = None
+            if "test_ends" in file:
+                self._tests = np.split(file["test_indices"], file["test_ends"][:-1])
 
     @property
     def clients(self) -> int | None:

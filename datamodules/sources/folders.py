@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.data import Dataset
 
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.datamodules.formats.pictures import Mode, Pictures, Size
 from fl_lightning.datamodules.formats.tables import refuse_twice
 from fl_lightning.datamodules.partitions.client_tests import OwnTests, stratified
@@ -37,15 +38,10 @@ def arrays(path: Path, *names: str) -> list[NDArray[Any]]:
     """
     from scipy.io import loadmat
 
-    try:
+    remedy = "Copy it again, or name the domains that are there by data.domains."
+    with refused(f"The file {str(path)!r} of Digits-5 cannot be read", remedy):
         content = loadmat(str(path), variable_names=names)
         return [content[name] for name in names]
-    except Exception as error:  # scipy raises many kinds of errors for damaged files
-        raise UserError(
-            f"The file {str(path)!r} of Digits-5 cannot be read ({type(error).__name__}: "
-            f"{str(error)[:120]}): copy it again, or name the domains that are there by "
-            "data.domains."
-        ) from None
 
 
 def digits(path: Path, domain: str) -> list[list[Sample]]:
@@ -435,7 +431,7 @@ class FromFolders(FileDataModule):
         assert samples is not None
         ends = np.cumsum(list(map(len, self._tested.values())))
         places = dict(zip(self._tested, np.split(np.arange(len(tests)), ends[:-1]), strict=True))
-        own = [places.get(domain, []) for domain in self.client_domains]
+        own: list[Any] = [places.get(domain, []) for domain in self.client_domains]
         self.own_tests = OwnTests(samples, own, len(self.train_set))
 
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.datamodules.sources.file_data_module import (
     Arrays,
     FileDataModule,
@@ -134,22 +135,15 @@ class FromHDF5(FileDataModule):
         file = opened(path)
         if "pad" not in like and "metadata/pad_symbol" in file:
             like["pad"] = int(np.asarray(file["metadata/pad_symbol"]))
-        names = []
         labels: list[NDArray[np.int64]] = []
-        try:
+        remedy = "The file may be cut off: copy it again."
+        with refused(f"The file {str(path)!r}, group {group!r} cannot be read", remedy):
             names = [name for name in file[group] if name != "metadata"]
             names = [names[i] for i in ascending(names)]
-            for name in names:
-                where = f"The file {str(path)!r}, group {f'{group}/{name}'!r}"
+        for name in names:
+            where = f"The file {str(path)!r}, group {f'{group}/{name}'!r}"
+            with refused(f"{where} cannot be read", remedy):
                 labels.append(self._labels(file[group][name], where, like))
-        except UserError:
-            raise
-        except Exception as error:  # h5py raises many kinds of errors for damaged files
-            where = f"{group}/{names[len(labels)]}" if names else group
-            raise UserError(
-                f"The file {str(path)!r}, group {where!r} cannot be read ({str(error)[:120]}): the "
-                "file may be cut off; copy it again."
-            ) from None
         made = indexed_side(side, names, labels)
         return {**made, f"{side} place": texts([str(path), group])}
 
@@ -212,18 +206,14 @@ def opened(path: Path) -> Any:
     Raises:
         UserError: it is not an HDF5 file, or is cut off.
     """
-    try:
+    remedy = "Give the right path. A file may also be cut off: copy it again."
+    with refused(f"The file {str(path)!r} cannot be read as HDF5", remedy):
         stat = path.stat()
         key = (os.getpid(), f"{path} {stat.st_size} {stat.st_mtime_ns}")
         if key not in _OPEN:
             _OPEN[key] = optional("h5py", "hdf5", "FromHDF5").File(path, "r")
             _keep_small(_OPEN[key])
             opened_in_each.add(os.path.realpath(path))
-    except OSError as error:
-        raise UserError(
-            f"The file {str(path)!r} cannot be read as HDF5 ({str(error)[:160]}): give the right "
-            "path; a file may also be cut off: copy it again."
-        ) from None
     return _OPEN[key]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fl_lightning.datamodules.batches.sample_labels import some_of
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.datamodules.formats.pictures import Mode, Pictures, Size
 from fl_lightning.datamodules.formats.tables import (
     FileTable,
@@ -80,16 +81,10 @@ def opened(path: Path, option: str) -> Any:
     for file in files:
         of = OF_SPLIT.match(file.name)
         parts.setdefault(of.group().lower() if of else "train", []).append(str(file))
-    try:
+    with refused(f"data.{option} is {str(path)!r}, which cannot be read", "Copy it again."):
         if any((path / name).exists() for name in STATE):
             return datasets.load_from_disk(str(path))
         made = {split: datasets.Dataset.from_parquet(own) for split, own in parts.items()}
-    except Exception as error:  # the library and pyarrow raise many kinds of errors
-        cause = error.__cause__ or error
-        raise UserError(
-            f"data.{option} is {str(path)!r}, which cannot be read ({type(cause).__name__}: "
-            f"{str(cause)[:160]}): copy it again."
-        ) from None
     if not made:
         raise UserError(
             f"data.{option} is {str(path)!r}, which was not written by save_to_disk and has no "
@@ -208,13 +203,9 @@ class Rows(Dataset[Any]):
 
     def __getitem__(self, i: int) -> tuple[Tensor, Any]:
         y = self.targets[i]
-        try:
+        remedy = "Mend the data or their transform, or leave the row out."
+        with refused(f"Row {i} of {self.name} cannot be read", remedy):
             row = self.rows[int(i)]
-        except Exception as error:  # the library, PIL and transforms raise many kinds of errors
-            raise UserError(
-                f"Row {i} of {self.name} cannot be read ({type(error).__name__}: "
-                f"{str(error)[:120]}): mend the data or their transform, or leave the row out."
-            ) from error
         x = self._x([row[column] for column in self.columns])
         return x, int(y) if self.targets.dtype.kind in "iu" else torch.tensor(y)
 
@@ -428,8 +419,8 @@ class FromHuggingFace(FileDataModule):
         if self._whole is None:
             return coded(table, self.y, list(map(str, self.class_names)), "the classes")
         y = table.numbers([self.y], "mend the row, or leave it out")[:, 0]
-        odd = np.flatnonzero(y % 1) if self._whole else []
-        if len(odd):
+        odd = np.flatnonzero(y % 1)
+        if self._whole and len(odd):
             fault = (self.y, int(odd[0]), ", and the training rows have whole numbers")
             raise table.wrong([fault], "cast the column to one type in both (cast_column)")
         return y.astype(np.int64 if self._whole else np.float32)

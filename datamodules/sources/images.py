@@ -6,7 +6,6 @@ import gzip
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.batches.augmentations import CropFlip
 from fl_lightning.datamodules.batches.samples import TensorSamples
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.errors import UserError
 from fl_lightning.introspection.papers import Paper
 from fl_lightning.sampling import generator
@@ -88,28 +88,22 @@ class ImageDataModule(FederatedDataModule):
     def prepare_data(self) -> None:
         if not self.download:
             return
-        try:
+        with refused(
+            f"data.download is true, but {type(self).__name__} could not be downloaded to "
+            f"{str(self.root)!r}",
+            "Put the files there by hand, or try again.",
+        ):
             for train in (True, False):
                 self._open(train, download=True)
-        except Exception as error:  # the network and torchvision may raise anything
-            reason = shorten(str(error), 300, placeholder=" …")
-            raise UserError(
-                f"data.download is true, but {type(self).__name__} could not be downloaded to "
-                f"{str(self.root)!r}: {reason}. Put the files there by hand, or try again."
-            ) from error
 
     def load(self) -> None:
-        try:
+        with refused(
+            f"data.root is {str(self.root)!r}: {type(self).__name__} is expected in "
+            f"{str(self.root / self.folder)!r}, and its files are missing or damaged",
+            "Give the right --data.root, or --data.download true to get them.",
+        ):
             self.train_set = self._samples(self._open(True))
             self.test_set = self._samples(self._open(False))
-        except Exception as error:
-            # torchvision, pickle and SciPy raise many kinds of errors for missing or damaged files.
-            reason = " ".join(repr(error).split())[:120]
-            raise UserError(
-                f"data.root is {str(self.root)!r}: {type(self).__name__} is expected in "
-                f"{str(self.root / self.folder)!r}, and its files are missing or damaged "
-                f"({reason}). Give the right --data.root, or --data.download true to get them."
-            ) from error
 
 
 class MNIST(ImageDataModule):
@@ -282,15 +276,14 @@ class MedMNIST(FederatedDataModule):
 
     def _arrays(self, split: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return a split's pictures ``(N, channels, size, size)`` and labels ``(N, k)``."""
-        try:
-            with np.load(self.path, allow_pickle=False) as file:
-                pictures, labels = file[f"{split}_images"], file[f"{split}_labels"]
-        except Exception as error:  # NumPy and zipfile raise many kinds for damaged files
-            reason = " ".join(repr(error).split())[:120]
-            raise UserError(
-                f"data.path is {str(self.path)!r}, which cannot be read as a file of MedMNIST "
-                f"({reason}): give the .npz of one of its sets, such as pathmnist.npz."
-            ) from None
+        with (
+            refused(
+                f"data.path is {str(self.path)!r}, which cannot be read as a file of MedMNIST",
+                "Give the .npz of one of its 2-d sets, such as pathmnist.npz.",
+            ),
+            np.load(self.path, allow_pickle=False) as file,
+        ):
+            pictures, labels = file[f"{split}_images"], file[f"{split}_labels"]
         if pictures.ndim == 3:
             pictures = pictures[..., None]
         if pictures.ndim != 4 or pictures.shape[3] not in (1, 3):

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.datamodules.formats.pictures import Pictures
 from fl_lightning.datamodules.formats.tokens import tokenizer_of
 from fl_lightning.datamodules.sources.file_data_module import (
@@ -55,7 +56,10 @@ def users_of(file: Path) -> Iterator[User]:
     Raises:
         UserError: the file is broken.
     """
-    try:
+    with refused(
+        f"The file {str(file)!r} is broken",
+        "The file may be cut off: copy it again, or make it again with LEAF's scripts.",
+    ):
         text = file.read_bytes().decode("utf-8")
         begin = USER_DATA.search(text)
         if begin is None:
@@ -71,11 +75,6 @@ def users_of(file: Path) -> Iterator[User]:
             yield User(f"The file {str(file)!r}: user {name!r}", name, samples, start, stop)
             place = _past(text, ends)
             before = stop + len(text[ends:place].encode())
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"The file {str(file)!r} is broken ({str(error)[:160]}). The file may be cut off; copy "
-            "it again, or make it again with LEAF's scripts."
-        ) from None
 
 
 def _past(text: str, place: int) -> int:
@@ -108,7 +107,12 @@ def labels_of(user: User, kind: str, unknown: bool, like: list[int]) -> NDArray[
         unknown: characters outside of LEAF's alphabet are a class.
         like: the length of the first x of the data; empty before it.
     """
-    try:
+    with refused(
+        f"{user.where} has samples that are not of kind={kind}",
+        "data.unknown=true makes characters outside of the alphabet class 80."
+        if kind == "shakespeare"
+        else "Mend the file, or make it again with LEAF's scripts.",
+    ):
         x = user.samples["x"]
         y = user.samples["y"]
         if len(x) != len(y):
@@ -128,14 +132,6 @@ def labels_of(user: User, kind: str, unknown: bool, like: list[int]) -> NDArray[
                 [PLACES.get(one, len(ALPHABET)) if unknown else PLACES[one] for one in y]
             )
         return whole_labels(np.array(y).reshape(-1) if y else np.zeros(0), user.where)
-    except UserError:
-        raise
-    except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
-        more = " (data.unknown=true makes other characters class 80)" * (kind == "shakespeare")
-        raise UserError(
-            f"{user.where} has samples that are not of kind={kind}: {type(error).__name__}: "
-            f"{str(error)[:160]}{more}. Mend the file, or make it again with LEAF's scripts."
-        ) from None
 
 
 class FromLEAF(FileDataModule):

@@ -342,7 +342,6 @@ class FromTable(FederatedDataModule):
         if share is None or isinstance(share, (int, float)):
             check("data.test", share, Annotated[float, Above(0), Below(1)] | None)
         super().__init__(num_clients=num_clients, partition=partition, **arguments)
-        self._per_client = isinstance(path, Mapping)
         paths = path if isinstance(path, Mapping) else {"": path}
         self._paths = {str(name): located("path", one, root) for name, one in paths.items()}
         self.path = next(iter(self._paths.values()))
@@ -357,8 +356,7 @@ class FromTable(FederatedDataModule):
         self._test_table = None
         if not (test is None or isinstance(test, (int, float, Mapping))):
             self._test_table = located("test", test, root)
-        marks = list(map(str, missing_marks))
-        self._form = (separator, quotes, None if columns is None else list(columns), marks)
+        self._form = (separator, quotes, columns and list(columns), list(map(str, missing_marks)))
         self.classes = None if classes is None else [str(name) for name in classes]
         self.regression = regression
 
@@ -392,7 +390,7 @@ class FromTable(FederatedDataModule):
         return len(self.class_names) or None
 
     def load(self) -> None:
-        if self._per_client:
+        if "" not in self._paths:  # a file per client
             table = read_joined(self._paths, str(self.client), self._read)
         else:
             table = self._read(self.path)
@@ -427,15 +425,15 @@ class FromTable(FederatedDataModule):
             groups = np.concatenate([groups, held_groups])
         if self.scale is not None:
             x = scaled(x, groups if self.scale == "client" else np.zeros_like(groups), trained)
-        x = single(x, self.column_names, self.tell)
-        self.train_set = TensorSamples(x[trained], y[trained])
+        rounded = single(x, self.column_names, self.tell)
+        self.train_set = TensorSamples(rounded[trained], y[trained])
         if len(tested):
-            self.test_set = TensorSamples(x[tested], y[tested])
+            self.test_set = TensorSamples(rounded[tested], y[tested])
         if self.client is None:
             return
         self.groups = groups[trained]
         self.client_names = [self.client_names[i] for i in np.unique(self.groups)]
-        if (groups[tested] >= 0).any():
+        if self.test_set is not None and (groups[tested] >= 0).any():
             self.own_tests = GroupTests.of(self.test_set, self.groups, groups[tested])
 
     @property

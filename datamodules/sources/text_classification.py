@@ -201,7 +201,7 @@ class TextClassification(FederatedDataModule):
                     f"one of {', '.join(places)[:200]} (data.classes; if not given, those of the "
                     f"training data).{suggest(row[self.label], places)}"
                 )
-        texts = [[row[column] for column in self.text] for row in rows]
+        texts = [list(map(row.__getitem__, self.text)) for row in rows]
         y = np.array([places[row[self.label]] for row in rows], np.int64)
         return TensorSamples(self.encoder.table(texts, self.length), y)
 

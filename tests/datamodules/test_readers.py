@@ -434,7 +434,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         "channels last",
     ),
     "h5 cut": (lambda p: cut(hdf5(p), p / "train.h5", 900), r"train\.h5' cannot be read as HDF5"),
-    "h5 gone": (lambda p: FromHDF5(p / "b.h5"), r"b\.h5' cannot be read .*give the right path"),
+    "h5 gone": (lambda p: FromHDF5(p / "b.h5"), r"b\.h5' cannot be read .*Give the right path"),
     "pfl y": (lambda p: after(p, pfllib, TWO, np.zeros(3)), r"1\.npz' has 2 x and 3 y"),
     "pfl shape": (lambda p: after(p, pfllib, np.zeros((1, 3)), [0]), r"1\.npz' has x of the shape"),
     "pfl type": (lambda p: after(p, pfllib, TWO.astype(int), [0, 0]), "and int64, and the"),

@@ -379,7 +379,7 @@ def test_whole_numbers_are_amounts_where_that_is_said(tmp_path: Path) -> None:
 
 
 def test_two_columns_of_one_name_are_refused() -> None:
-    with pytest.raises(UserError, match=r"cannot be read: .*Duplicate column names"):
+    with pytest.raises(UserError, match=r"cannot be read \(.*Duplicate column names"):
         ready(pandas.DataFrame([[1, 2, 3]], columns=["x", "x", "y"]), target="y", num_clients=2)
 
 
@@ -387,7 +387,7 @@ def test_what_is_no_frame_is_told() -> None:
     with pytest.raises(UserError, match=r"data.path is of type ndarray: .*InMemoryDataModule\(\(x"):
         FromTable(np.zeros(3), target="y")
     mixed = pandas.DataFrame({"x": ["a", 1], "y": [0, 1]})
-    told = r"'<DataFrame>' cannot be read: .*column x with type object"
+    told = r"'<DataFrame>' cannot be read \(.*column x with type object"
     with pytest.raises(UserError, match=told):
         ready(mixed, target="y", num_clients=1)
 
