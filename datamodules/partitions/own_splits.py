@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,13 @@ from fl_lightning.datamodules.partitions.partition import (
     tell_left,
 )
 from fl_lightning.errors import UserError
-from fl_lightning.introspection.accepted import PositiveInt, UnitInterval
+from fl_lightning.introspection.accepted import PositiveInt, UnitInterval, checked
 from fl_lightning.machine.lightning import rank_zero_warn
 from fl_lightning.sampling import generator
 
 
+@checked
+@dataclass(repr=False, eq=False)
 class LabelShares(Partition):
     """Each client's shares of the classes come from a table.
 
@@ -37,12 +40,11 @@ class LabelShares(Partition):
         sizes: number of samples of each client; None: ⌊N / m⌋ each.
     """
 
-    def __init__(
-        self, shares: list[list[float]] | str, sizes: list[PositiveInt] | None = None
-    ) -> None:
-        self.shares = shares
-        self.sizes = sizes
-        table = rows(shares)
+    shares: list[list[float]] | str
+    sizes: list[PositiveInt] | None = None
+
+    def __post_init__(self) -> None:
+        table = rows(self.shares)
         wrong = table.ndim != 2 or table.dtype.kind not in "iuf"
         if wrong or (table < 0).any() or not np.allclose(table.sum(axis=1), 1, atol=1e-6):
             raise UserError(
@@ -93,6 +95,8 @@ def _apportioned(size: int, row: NDArray[np.float64]) -> NDArray[np.int64]:
     return whole
 
 
+@checked
+@dataclass(repr=False, eq=False)
 class Mixed(Partition):
     """A share of all samples is divided evenly at random, and the rest by another split.
 
@@ -102,9 +106,8 @@ class Mixed(Partition):
             even part.
     """
 
-    def __init__(self, iid: UnitInterval, partition: Partition) -> None:
-        self.iid = iid
-        self.partition = partition
+    iid: UnitInterval
+    partition: Partition
 
     @property
     def needs_labels(self) -> bool:  # type: ignore[override]

@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -20,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.errors import UserError
-from fl_lightning.introspection.accepted import Checked, NonNegativeFloat
+from fl_lightning.introspection.accepted import Checked, NonNegativeFloat, checked
 from fl_lightning.machine.lightning import rank_zero_warn
 from fl_lightning.sampling import generator
 
@@ -156,13 +157,14 @@ class SortedShards(Partition):
         return np.array_split(np.argsort(labels, kind="stable"), num_clients)
 
 
+@checked
+@dataclass(repr=False, eq=False)
 class QuantitySkew(Partition):
     """Sizes proportional to lognormal(0, sigma), at least one; the samples are iid."""
 
     needs_labels = False
 
-    def __init__(self, sigma: NonNegativeFloat) -> None:
-        self.sigma = sigma
+    sigma: NonNegativeFloat
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
         need_samples(num_clients, len(labels))
@@ -449,6 +451,15 @@ def tested(owner: Partition, r: Stream, clients: list[Any], source: str, share: 
             )
         pairs.append(pair)
     return pairs
+
+
+def check_classes(owner: Partition, classes: int, there: int) -> None:
+    """Refuse more classes per client than there are."""
+    if classes > there:
+        raise UserError(
+            f"{type(owner).__name__}'s classes is {classes}, but the training data have {there}: "
+            f"give a number from 1 to {there}."
+        )
 
 
 def check_share(owner: Partition, share: float, source: str) -> None:
