@@ -225,17 +225,6 @@ def codes(values: Any) -> tuple[NDArray[np.int64], list[str]]:
     return np.asarray(places, np.int64), [str(name) for name in found]
 
 
-def labels(table: FileTable, target: str) -> tuple[NDArray[Any], list[str] | None]:
-    """Return y ``(N,)``, and the classes' names.
-
-    If the target is a number with fractions, there are no classes: the second is None.
-    """
-    values = table.present(target)
-    if target not in table.texts() and (np.nan_to_num(as_numbers(values)) % 1).any():
-        return table.target_numbers(target).astype(np.float32), None
-    return codes(values)
-
-
 def coded(table: FileTable, target: str, classes: Sequence[str] | None, of: str) -> NDArray[Any]:
     """Return y of a table by the classes that ``of`` gives; None: y are numbers.
 

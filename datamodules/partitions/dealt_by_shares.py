@@ -15,11 +15,11 @@ from fl_lightning.datamodules.partitions.partition import (
     as_arrays,
     by_class,
     check_classes,
+    check_one_of,
     integers,
     need_samples,
     stream,
 )
-from fl_lightning.errors import UserError
 from fl_lightning.introspection.accepted import NonNegativeInt, PositiveFloat, PositiveInt, checked
 
 
@@ -47,11 +47,7 @@ class DealtByShares(Partition):
     tool_seed: NonNegativeInt | None = None
 
     def __post_init__(self) -> None:
-        if (self.alpha is None) == (self.classes is None):
-            raise UserError(
-                "DealtByShares: give one of alpha (shares by a Dirichlet distribution) and classes "
-                "(equal shares of so many classes), not both and not neither."
-            )
+        check_one_of(self, alpha=self.alpha, classes=self.classes)
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
         need_samples(num_clients, len(labels))

@@ -18,6 +18,7 @@ from fl_lightning.datamodules.partitions.partition import (
     by_class,
     check_none_empty,
     check_one_each,
+    check_one_of,
     check_same,
     groups_of,
     need_samples,
@@ -207,11 +208,7 @@ class ByValue(Partition):
         shuffle: bool = True,
         tool_seed: NonNegativeInt | None = None,
     ) -> None:
-        if (values is None) == (column is None):
-            raise UserError(
-                "ByValue needs values, one number per training sample, or column, the name of a "
-                "table's column: give one of the two."
-            )
+        check_one_of(self, values=values, column=column)
         self.values: NDArray[np.float64] | None = None
         if values is not None:
             with refused("ByValue's values are not numbers", "Give one per training sample."):

@@ -453,6 +453,15 @@ def tested(owner: Partition, r: Stream, clients: list[Any], source: str, share: 
     return pairs
 
 
+def check_one_of(owner: Partition, **options: Any) -> None:
+    """Refuse several of these options, and none of them."""
+    if sum(value is not None for value in options.values()) != 1:
+        raise UserError(
+            f"{type(owner).__name__} needs one of the arguments {' and '.join(options)}: give "
+            "exactly one of them."
+        )
+
+
 def check_classes(owner: Partition, classes: int, there: int) -> None:
     """Refuse more classes per client than there are."""
     if classes > there:

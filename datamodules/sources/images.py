@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +15,7 @@ from fl_lightning.datamodules.batches.augmentations import CropFlip
 from fl_lightning.datamodules.batches.samples import TensorSamples
 from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import PositiveFloat
 from fl_lightning.introspection.papers import Paper
 from fl_lightning.sampling import generator
 
@@ -52,7 +52,7 @@ class ImageDataModule(FederatedDataModule):
         augment: bool | dict[str, Any] | list[str | dict[str, Any]] | None = None,
         download: bool = False,
         mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
+        std: Sequence[PositiveFloat] | None = None,
         **arguments: Any,
     ) -> None:
         named = list(augment) if isinstance(augment, list | tuple) else None
@@ -70,10 +70,10 @@ class ImageDataModule(FederatedDataModule):
         if given is None:
             return ()
         channels = self.sample_shape[0] if self.sample_shape else len(given)
-        if len(given) != channels or (name == "std" and min(given) <= 0):
+        if len(given) != channels:
             raise UserError(
                 f"data.{name} is {given}: give one number for each of the {channels} channels of "
-                f"{type(self).__name__}" + (", above 0." if name == "std" else ".")
+                f"{type(self).__name__}."
             )
         return tuple(given)
 
@@ -301,15 +301,7 @@ def _table() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     short run.
     """
     found = find_spec("sklearn")
-    folders = list(found.submodule_search_locations or []) if found is not None else []
-    paths = [Path(folder, "datasets", "data", "digits.csv.gz") for folder in folders]
-    for path in paths:
-        if path.is_file():
-            with gzip.open(path, "rt") as file:
-                table = np.loadtxt(file, delimiter=",")
-            return table[:, :-1].astype(np.uint8), table[:, -1].astype(int)
-    # Some versions of scikit-learn keep the file elsewhere.
-    from sklearn.datasets import load_digits
-
-    data, target = load_digits(return_X_y=True)
-    return data.astype(np.uint8), target
+    assert found is not None and found.submodule_search_locations, "scikit-learn is required"
+    (folder, *_) = found.submodule_search_locations
+    table = np.loadtxt(Path(folder, "datasets", "data", "digits.csv.gz"), delimiter=",")
+    return table[:, :-1].astype(np.uint8), table[:, -1].astype(int)

@@ -20,7 +20,6 @@ from fl_lightning.datamodules.formats.tables import (
     coded,
     codes,
     give_one,
-    labels,
     places_of,
     read_table,
     refuse_answers,
@@ -466,16 +465,27 @@ class FromTable(FederatedDataModule):
         return table
 
     def _targets(self, table: FileTable) -> tuple[NDArray[Any], list[str] | None]:
+        """Return y ``(N,)``, and the classes' names; None: y are numbers."""
         if self.above is not None:
             exceeds = table.target_numbers(self.target) > self.above
             return exceeds.astype(np.int64), ["0", "1"]
-        if self.regression:
+        if self.classes is not None:
+            return coded(table, self.target, self.classes, "data.classes"), self.classes
+        values = table.present(self.target)
+        numbers = self.target not in table.texts()
+        if self.regression or (numbers and (np.nan_to_num(as_numbers(values)) % 1).any()):
             return table.target_numbers(self.target).astype(np.float32), None
-        if self.classes is None:
-            y, classes = labels(table, self.target)
-            self._say_of_whole_numbers(table, classes or [])
-            return y, classes
-        return coded(table, self.target, self.classes, "data.classes"), self.classes
+        y, classes = codes(values)
+        rows = len(values)
+        if numbers and (len(classes) > MANY_CLASSES or len(classes) > max(2, rows / 2)):
+            last = len(classes) - 1
+            self.tell(
+                f"data.target={self.target!r}: {len(classes)} whole numbers in {rows} rows are "
+                f"taken for classes ({classes[0]} is class 0, {classes[-1]} class {last}); where "
+                "it is an amount, data.regression=true makes y the number itself, and where they "
+                "are classes, data.classes names them"
+            )
+        return y, classes
 
     def _rows(
         self, y: NDArray[Any], groups: NDArray[np.int64]
@@ -515,19 +525,6 @@ class FromTable(FederatedDataModule):
         remedy = "convert the column to numbers, or give another data.partition.column"
         found: NDArray[np.float64] = table.numbers([column], remedy)[rows, 0]
         return found
-
-    def _say_of_whole_numbers(self, table: FileTable, names: list[str]) -> None:
-        """Report if classes are whole numbers that look like amounts."""
-        rows = len(table.frame)
-        if self.target in table.texts():
-            return
-        if len(names) > MANY_CLASSES or len(names) > max(2, rows / 2):
-            self.tell(
-                f"data.target={self.target!r}: {len(names)} whole numbers in {rows} rows are taken "
-                f"for classes ({names[0]} is class 0, {names[-1]} class {len(names) - 1}); where "
-                "it is an amount, data.regression=true makes y the number itself, and where they "
-                "are classes, data.classes names them"
-            )
 
     def _say_of_nobodys_rows(self, table: FileTable, of_tests: NDArray[np.int64]) -> None:
         assert self.client is not None
