@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.errors import UserError
 from fl_lightning.introspection.accepted import PositiveInt
 
@@ -53,14 +54,9 @@ class Pictures:
         Raises:
             UserError: it cannot be decoded.
         """
-        try:
-            with Image.open(file) as picture:
-                return self.array(picture)
-        except Exception as error:  # PIL and its formats raise many kinds of errors
-            raise UserError(
-                f"The picture {str(file)!r} cannot be read "
-                f"({type(error).__name__}: {str(error)[:160]}). Copy it again, or take it out."
-            ) from None
+        what = f"The picture {str(file)!r} cannot be read"
+        with refused(what, "Copy it again, or take it out."), Image.open(file) as picture:
+            return self.array(picture)
 
     def array(self, picture: Image.Image) -> NDArray[np.uint8]:
         """Return a picture that PIL has opened as an array of the same form."""

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.errors import CellError, UserError, optional, suggest
 
 TO_NUMBERS = (
@@ -25,13 +22,9 @@ TARGET_TO_NUMBERS = (
     "but the target is a number (data.regression, data.above, or numbers with fractions in the "
     "training data): make it a number, or leave the row out"
 )
-_ALL_TO_NUMBERS = (
-    "Convert them to numbers, give data.encode (one-hot or codes) for names, or leave them out of "
-    "data.features."
-)
-_ALL_GAPS = (
-    "Fill the gaps in, leave these rows out (data.missing=drop), or leave the columns out of "
-    "data.features."
+_FILL_GAPS = (
+    "fill the gaps in, leave these rows out (FromTable does with data.missing=drop), or take other "
+    "columns"
 )
 # Names that pandas and R give to the column of row numbers: in a CSV, in a CSV read again, and in
 # Parquet.
@@ -72,71 +65,57 @@ class FileTable:
 
     def has(self, column: str, row: int) -> str:
         """Return the beginning of an error about a row's value in a column."""
+        (file, _) = self.frame.index[row]
+        return f"The table {file!r} has {self._cell(column, row, file)}"
+
+    def _cell(self, column: str, row: int, named: str) -> str:
+        """Return a cell in words, with its file if that is not the file ``named``."""
         value = self.frame[column].iloc[row]
         said = "no value" if self.frame[column].isna().iloc[row] else repr(value)[:200]
-        file, number = self.frame.index[row]
-        return f"The table {file!r} has {said} in column {column!r} of row {number}"
+        (file, number) = self.frame.index[row]
+        of = "" if file == named else f" of {file!r}"
+        return f"{said} in column {column!r} of row {number}{of}"
 
-    def wrong(self, column: str, row: int, what: str) -> CellError:
-        """Return an error about a row's value in a column."""
-        return CellError(f"{self.has(column, row)}{what}", self._place(column, row))
+    def wrong(self, faults: Sequence[tuple[str, int, str]], remedy: str) -> CellError:
+        """Return an error about cells: the column and the row of each, and what is wrong."""
+        (file, _) = self.frame.index[faults[0][1]]
+        said = [self._cell(column, row, file) + what for column, row, what in faults[:_SHOWN]]
+        said += [f"{len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+        # In a file without a first line of names, the name of a column is a cell: so the place has
+        # its number.
+        places = [
+            f"column {self.columns.index(column) + 1}, row {self.frame.index[row][1]}"
+            for column, row, _ in faults
+        ]
+        return CellError(f"The table {file!r} has {'; '.join(said)}: {remedy}.", "; ".join(places))
 
-    def refuse_faults(self, used: Sequence[str], to_be_numbers: Sequence[str]) -> None:
-        """Refuse a table in which several columns are wrong, by one error that names them all.
-
-        Of a single fault, the other methods report more.
+    def check(self, used: Sequence[str], numbers: Sequence[str], remedy: str = TO_NUMBERS) -> None:
+        """Refuse columns that are wrong, by one error that names them all.
 
         Args:
             used: columns that need a value in each row.
-            to_be_numbers: columns that have to hold finite numbers.
+            numbers: those of them that have to hold numbers within the range of float32.
+            remedy: what to do if a value is not a number.
         """
-        gaps = {name: self.frame[name].isna().to_numpy(bool) for name in dict.fromkeys(used)}
-        gaps = {name: gone for name, gone in gaps.items() if gone.any()}
-        texts: dict[str, int] = {}
-        for name in to_be_numbers:
-            wrong = ~(np.abs(as_numbers(self.frame[name])) <= LARGEST)
-            rows = np.flatnonzero(wrong & ~gaps.get(name, np.zeros(1, bool)))
-            if len(rows):
-                texts[name] = int(rows[0])
-        first = [*texts.items(), *((name, int(gone.argmax())) for name, gone in gaps.items())]
-        if len(first) < 2:
-            return
-        said = ""
-        if texts:
-            cells = [
-                f"{name!r} ({repr(self.frame[name].iloc[row])[:50]} in {self._row(row)})"
-                for name, row in texts.items()
-            ]
-            said += f" These columns do not hold numbers: {_listed(cells)}. {_ALL_TO_NUMBERS}"
-        if gaps:
-            cells = [
-                f"{name!r} ({gone.sum()} of {len(gone)} rows, first {self._row(gone.argmax())})"
-                for name, gone in gaps.items()
-            ]
-            said += f" These columns lack values: {_listed(cells)}. {_ALL_GAPS}"
-        raise CellError(f"{self.where}:{said}", "; ".join(self._place(*each) for each in first))
-
-    def _row(self, row: int) -> str:
-        file, number = self.frame.index[row]
-        return f"row {number}" if file == str(self.path) else f"row {number} of {file}"
-
-    def _place(self, column: str, row: int) -> str:
-        # In a file without a first line of names, the name of a column is a cell: so the place has
-        # its number.
-        return f"column {self.columns.index(column) + 1}, row {self.frame.index[row][1]}"
+        faults = []
+        remedies = []
+        for name in dict.fromkeys(used):
+            gone = self.frame[name].isna().to_numpy(bool)
+            if name in numbers:
+                odd = ~gone & ~(np.abs(as_numbers(self.frame[name])) <= LARGEST)
+                what = ", which is not a finite number in single precision"
+                faults += [(name, int(odd.argmax()), what)] if odd.any() else []
+                remedies += [remedy] if odd.any() else []
+            if gone.any():
+                faults.append((name, int(gone.argmax()), f" ({gone.sum()} of {len(gone)} rows)"))
+                remedies.append(_FILL_GAPS)
+        if faults:
+            raise self.wrong(faults, "; ".join(dict.fromkeys(remedies)))
 
     def present(self, name: str) -> Any:
         """Return a column's values, none of which may be missing."""
-        values = self.frame[name]
-        gone = np.flatnonzero(values.isna())
-        if len(gone):
-            raise self.wrong(
-                name,
-                int(gone[0]),
-                f" ({len(gone)} of {len(values)} rows): fill them in, leave these rows out "
-                "(data.missing=drop), or leave the column out of data.features.",
-            )
-        return values
+        self.check([name], ())
+        return self.frame[name]
 
     def numbers(self, names: Sequence[str], remedy: str = TO_NUMBERS) -> NDArray[np.float64]:
         """Return columns of numbers as ``(N, k)``, each within the range of float32.
@@ -144,23 +123,13 @@ class FileTable:
         Args:
             remedy: what to do if a value is not a number.
         """
-        columns = [as_numbers(self.present(name)) for name in names]
-        for name, x in zip(names, columns, strict=True):
-            wrong = np.flatnonzero(~(np.abs(x) <= LARGEST))
-            if len(wrong):
-                what = ", which is not a finite number in single precision"
-                raise self.wrong(name, int(wrong[0]), f"{what}: {remedy}.")
-        return np.stack(columns, axis=1)
+        self.check(names, names, remedy)
+        return np.stack([as_numbers(self.frame[name]) for name in names], axis=1)
 
     def target_numbers(self, name: str) -> NDArray[np.float64]:
         """Return the target's column ``(N,)``."""
         found: NDArray[np.float64] = self.numbers([name], TARGET_TO_NUMBERS)[:, 0]
         return found
-
-
-def _listed(cells: Sequence[str]) -> str:
-    more = f" and {len(cells) - _SHOWN} more" if len(cells) > _SHOWN else ""
-    return f"{', '.join(cells[:_SHOWN])}{more}"
 
 
 def as_numbers(values: Any) -> NDArray[np.float64]:
@@ -256,17 +225,6 @@ def codes(values: Any) -> tuple[NDArray[np.int64], list[str]]:
     return np.asarray(places, np.int64), [str(name) for name in found]
 
 
-def labels(table: FileTable, target: str) -> tuple[NDArray[Any], list[str] | None]:
-    """Return y ``(N,)``, and the classes' names.
-
-    If the target is a number with fractions, there are no classes: the second is None.
-    """
-    values = table.present(target)
-    if target not in table.texts() and (np.nan_to_num(as_numbers(values)) % 1).any():
-        return table.target_numbers(target).astype(np.float32), None
-    return codes(values)
-
-
 def coded(table: FileTable, target: str, classes: Sequence[str] | None, of: str) -> NDArray[Any]:
     """Return y of a table by the classes that ``of`` gives; None: y are numbers.
 
@@ -278,51 +236,14 @@ def coded(table: FileTable, target: str, classes: Sequence[str] | None, of: str)
     found = places_of(table.present(target), classes)
     unknown = np.flatnonzero(found < 0)
     if len(unknown):
-        what = f", which is not in {of}: {', '.join(classes)[:300]}."
-        raise table.wrong(target, int(unknown[0]), what)
+        fault = (target, int(unknown[0]), f", which is not in {of}")
+        raise table.wrong([fault], ", ".join(classes)[:300])
     return found
 
 
 def separator_of(path: Path) -> str:
     """Return a tab for ``.tsv`` and ``.tsv.gz``, else a comma."""
     return "\t" if path.name.lower().endswith((".tsv", ".tsv.gz")) else ","
-
-
-def cells(
-    text: str, separator: str, quotes: bool | None, names: Sequence[str] | None = None
-) -> tuple[list[str], list[list[str]]]:
-    """Return the columns' names and the rows of a table; an empty line is not a row.
-
-    Args:
-        quotes: whether a cell may be in quotes; None: unless a tab is the separator.
-        names: the columns' names, if the first line does not have them.
-
-    Raises:
-        ValueError: a row has more or fewer cells than there are columns; the error has its line.
-    """
-    quotes = separator != "\t" if quotes is None else quotes
-    quoting: Any = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
-    lines = io.StringIO(text, newline="")
-    # The limit is the process's, and other readers rely on it.
-    limit = csv.field_size_limit(2**31 - 1)
-    line = 1
-    try:
-        reader = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
-        header = list(next(reader, []) if names is None else names)
-        rows = []
-        line = reader.line_num + 1
-        for row in reader:
-            if row and len(row) != len(header):
-                raise ValueError(
-                    f"line {line} has {len(row)} cells, and there are {len(header)} columns"
-                )
-            rows += [row] if row else []
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise ValueError(f"line {line}: {error}") from None
-    finally:
-        csv.field_size_limit(limit)
-    return header, rows
 
 
 def read_table(
@@ -337,7 +258,7 @@ def read_table(
 
     Args:
         separator: between a CSV's columns; None: by the file's name.
-        quotes: as in ``cells``.
+        quotes: whether a cell may be in quotes; None: unless a tab is the separator.
         names: the columns' names, for a CSV without a first line of names.
         marks: texts and numbers that mark a missing value.
         texts: columns of a CSV that hold texts, even if all of them look like numbers.
@@ -351,7 +272,16 @@ def read_table(
     separator = separator_of(path) if separator is None else separator
     quotes = separator != "\t" if quotes is None else quotes
     first = 1
-    with reading(path, separator, quotes):
+    if isinstance(given, Path) and not given.exists():
+        raise UserError(
+            f"The table {str(path)!r} is not there (the present folder is {str(Path.cwd())!r})."
+        )
+    with refused(
+        f"The table {str(path)!r} cannot be read",
+        "A CSV is text in UTF-8, whose first line names the columns, each by another name (or give "
+        "data.columns). Each row needs a cell for each column (data.separator is "
+        f"{separator!r}), and each quote has to be closed (data.quotes is {str(quotes).lower()}).",
+    ):
         if not isinstance(given, Path):
             if hasattr(given, "to_arrow"):
                 read = given.to_arrow()
@@ -386,10 +316,11 @@ def _read_csv(
     """Return the frame of a CSV.
 
     Raises:
-        ValueError: with the line, if a row is wrong.
+        ValueError: with the row, if one is wrong.
     """
     import pandas
     import pyarrow
+    from pyarrow import csv
 
     try:
         return pandas.read_csv(
@@ -403,11 +334,14 @@ def _read_csv(
             dtype_backend="pyarrow",
         )
     except pandas.errors.ParserError:
-        # pyarrow does not know the line, because several threads read.
-        with suppress(OSError, EOFError, UnicodeDecodeError):
-            opened: Any = gzip.open if path.suffix.lower() == ".gz" else open
-            with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
-                cells(file.read(), separator, quotes, names)
+        # The threads that read do not know the row, and one thread does.
+        csv.read_csv(
+            path,
+            csv.ReadOptions(use_threads=False),
+            csv.ParseOptions(
+                delimiter=separator, quote_char='"' if quotes else False, newlines_in_values=True
+            ),
+        )
         raise
 
 
@@ -433,22 +367,3 @@ def _plain(values: Any, marks: Sequence[str], numbers: Any) -> Any:
     if pandas.api.types.is_numeric_dtype(values.dtype):
         return values.mask(np.isnan(as_numbers(values)) | values.isin(numbers))
     return values
-
-
-@contextmanager
-def reading(path: Path, separator: str, quotes: bool) -> Iterator[None]:
-    """Within this context, errors about a file name the file."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise UserError(
-            f"The table {str(path)!r} is not there (the present folder is {str(Path.cwd())!r})."
-        ) from None
-    except Exception as error:  # pandas and pyarrow raise errors of many kinds
-        text = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"The table {str(path)!r} cannot be read: {text}. A CSV is text in UTF-8, whose first "
-            "line names the columns, each by another name (or give data.columns). Each row needs a "
-            f"cell for each column (data.separator is {separator!r}), and each quote has to be "
-            f"closed (data.quotes is {str(quotes).lower()})."
-        ) from error

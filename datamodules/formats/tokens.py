@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.errors import UserError, optional
 
 # Marks the end of a text. The mark is not a tokenizer's number, so that each network may fill in
@@ -120,17 +121,14 @@ class Folder(Tokens):
 
     def __init__(self, path: str | Path, bos: bool | None = None) -> None:
         transformers = optional("transformers", "text", f"data.tokenizer is {str(path)!r}, which")
-        try:
+        with refused(
+            f"data.tokenizer is {str(path)!r}, where no tokenizer can be read",
+            "Give a local folder with a tokenizer (tokenizer.json, or vocab.json and merges.txt); "
+            "nothing is downloaded. null: bytes are the tokens.",
+        ):
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
                 str(path), local_files_only=True
             )
-        except Exception as error:  # the library and its file formats raise many kinds of errors
-            raise UserError(
-                f"data.tokenizer is {str(path)!r}, where no tokenizer can be read "
-                f"({type(error).__name__}: {' '.join(str(error).split())[:160]}). Give a local "
-                "folder with a tokenizer (tokenizer.json, or vocab.json and merges.txt); nothing "
-                "is downloaded. null: bytes are the tokens."
-            ) from error
         self.size = len(self._tokenizer)
         self.end: int | None = self._tokenizer.eos_token_id
         self.start: Sequence[int] = self._before() if bos is None else ()
@@ -208,11 +206,7 @@ def read_text(path: Path, what: str) -> str:
     Raises:
         UserError: the file does not exist, or is not such a text.
     """
-    try:
+    what = f"{what} is expected in {str(path)!r}, which cannot be read as UTF-8 text"
+    with refused(what, "Give the right --data.root."):
         # Drop a byte order mark.
         return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{what} is expected in {str(path)!r}, which cannot be read as UTF-8 text ({error}). "
-            "Give the right --data.root."
-        ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,14 +14,17 @@ from fl_lightning.datamodules.partitions.partition import (
     Stream,
     as_arrays,
     by_class,
+    check_classes,
+    check_one_of,
     integers,
     need_samples,
     stream,
 )
-from fl_lightning.errors import UserError
-from fl_lightning.introspection.accepted import NonNegativeInt, PositiveFloat, PositiveInt
+from fl_lightning.introspection.accepted import NonNegativeInt, PositiveFloat, PositiveInt, checked
 
 
+@checked
+@dataclass(repr=False, eq=False)
 class DealtByShares(Partition):
     """Samples are dealt one at a time: to a client drawn at random, of a class drawn by its shares.
 
@@ -38,20 +42,12 @@ class DealtByShares(Partition):
     [array([0, 1]), array([2, 3])]
     """
 
-    def __init__(
-        self,
-        alpha: PositiveFloat | None = None,
-        classes: PositiveInt | None = None,
-        tool_seed: NonNegativeInt | None = None,
-    ) -> None:
-        if (alpha is None) == (classes is None):
-            raise UserError(
-                "DealtByShares: give one of alpha (shares by a Dirichlet distribution) and classes "
-                "(equal shares of so many classes), not both and not neither."
-            )
-        self.alpha = alpha
-        self.classes = classes
-        self.tool_seed = tool_seed
+    alpha: PositiveFloat | None = None
+    classes: PositiveInt | None = None
+    tool_seed: NonNegativeInt | None = None
+
+    def __post_init__(self) -> None:
+        check_one_of(self, alpha=self.alpha, classes=self.classes)
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
         need_samples(num_clients, len(labels))
@@ -82,11 +78,7 @@ class DealtByShares(Partition):
         if self.alpha is not None:
             return np.cumsum(r.dirichlet([self.alpha] * classes, m), axis=1)
         assert self.classes is not None
-        if self.classes > classes:
-            raise UserError(
-                f"DealtByShares's classes is {self.classes}, but the training data have {classes}: "
-                f"give a number from 1 to {classes}."
-            )
+        check_classes(self, self.classes, classes)
         chosen = np.zeros((m, classes))
         chosen[:, : self.classes] = 1.0
         for row in chosen:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.datamodules.partitions.partition import (
     Indices,
     Partition,
@@ -16,6 +18,7 @@ from fl_lightning.datamodules.partitions.partition import (
     by_class,
     check_none_empty,
     check_one_each,
+    check_one_of,
     check_same,
     groups_of,
     need_samples,
@@ -31,10 +34,13 @@ from fl_lightning.introspection.accepted import (
     PositiveFloat,
     PositiveInt,
     UnitInterval,
+    checked,
 )
 from fl_lightning.introspection.papers import Paper
 
 
+@checked
+@dataclass(repr=False, eq=False)
 class Shards(Partition):
     """Samples are sorted by label (stable) and cut into shards, dealt at random (McMahan, 2017).
 
@@ -48,21 +54,15 @@ class Shards(Partition):
 
     paper = Paper("mcmahan2017fedavg")
 
-    def __init__(
-        self,
-        per_client: PositiveInt | None = 2,
-        size: PositiveInt | None = None,
-        keep_incomplete: bool = False,
-        shuffle: bool = True,
-        tool_seed: NonNegativeInt | None = None,
-    ) -> None:
-        if per_client is None and size is None:
+    per_client: PositiveInt | None = 2
+    size: PositiveInt | None = None
+    keep_incomplete: bool = False
+    shuffle: bool = True
+    tool_seed: NonNegativeInt | None = None
+
+    def __post_init__(self) -> None:
+        if self.per_client is None and self.size is None:
             raise UserError("Shards: per_client and size are both None: give at least one of them.")
-        self.per_client = per_client
-        self.size = size
-        self.keep_incomplete = keep_incomplete
-        self.shuffle = shuffle
-        self.tool_seed = tool_seed
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
         need_samples(num_clients, len(labels))
@@ -208,20 +208,11 @@ class ByValue(Partition):
         shuffle: bool = True,
         tool_seed: NonNegativeInt | None = None,
     ) -> None:
-        if (values is None) == (column is None):
-            raise UserError(
-                "ByValue needs values, one number per training sample, or column, the name of a "
-                "table's column: give one of the two."
-            )
+        check_one_of(self, values=values, column=column)
         self.values: NDArray[np.float64] | None = None
         if values is not None:
-            try:
+            with refused("ByValue's values are not numbers", "Give one per training sample."):
                 self.values = np.asarray(values, np.float64)
-            except (TypeError, ValueError) as error:
-                raise UserError(
-                    f"ByValue's values are not numbers ({str(error)[:120]}): give one number per "
-                    "training sample."
-                ) from None
         self.column = column
         self.strictness = strictness
         self.shuffle = shuffle
@@ -267,6 +258,8 @@ class ByValue(Partition):
         return shuffled(r, [piece.tolist() for piece in pieces]) if self.shuffle else pieces
 
 
+@checked
+@dataclass(repr=False, eq=False)
 class LabelBuckets(Partition):
     """Each client has ``per_client`` neighbouring classes: FedProx's power law (Li et al., 2020).
 
@@ -283,21 +276,12 @@ class LabelBuckets(Partition):
 
     paper = Paper("li2020fedprox")
 
-    def __init__(
-        self,
-        array: list[list[float]] | str,
-        per_client: PositiveInt,
-        preassigned: NonNegativeInt = 0,
-        rescale: bool = True,
-        shuffle: bool = True,
-        tool_seed: NonNegativeInt | None = None,
-    ) -> None:
-        self.array = array
-        self.per_client = per_client
-        self.preassigned = preassigned
-        self.rescale = rescale
-        self.shuffle = shuffle
-        self.tool_seed = tool_seed
+    array: list[list[float]] | str
+    per_client: PositiveInt
+    preassigned: NonNegativeInt = 0
+    rescale: bool = True
+    shuffle: bool = True
+    tool_seed: NonNegativeInt | None = None
 
     @property
     def clients(self) -> int | None:
@@ -357,6 +341,8 @@ class LabelBuckets(Partition):
         return amounts
 
 
+@checked
+@dataclass(repr=False, eq=False)
 class InnerDirichlet(Partition):
     """Clients of given sizes, each with class proportions q ~ Dir(alpha) (Acar et al., 2021).
 
@@ -371,17 +357,10 @@ class InnerDirichlet(Partition):
 
     paper = Paper("acar2021feddyn")
 
-    def __init__(
-        self,
-        sizes: list[PositiveInt],
-        alpha: PositiveFloat | list[PositiveFloat] | list[list[PositiveFloat]],
-        shuffle: bool = True,
-        tool_seed: NonNegativeInt | None = None,
-    ) -> None:
-        self.sizes = sizes
-        self.alpha = alpha
-        self.shuffle = shuffle
-        self.tool_seed = tool_seed
+    sizes: list[PositiveInt]
+    alpha: PositiveFloat | list[PositiveFloat] | list[list[PositiveFloat]]
+    shuffle: bool = True
+    tool_seed: NonNegativeInt | None = None
 
     @property
     def clients(self) -> int | None:
@@ -460,6 +439,8 @@ GROWTH: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@checked
+@dataclass(repr=False, eq=False)
 class Sizes(Partition):
     """Clients of given sizes, in the order of the data, or sizes by a rule.
 
@@ -473,15 +454,8 @@ class Sizes(Partition):
 
     needs_labels = False
 
-    def __init__(
-        self,
-        sizes: (
-            list[PositiveInt] | Literal["linear", "square", "exponential"] | Callable[[Any], Any]
-        ),
-        shuffle: bool = False,
-    ) -> None:
-        self.sizes = sizes
-        self.shuffle = shuffle
+    sizes: list[PositiveInt] | Literal["linear", "square", "exponential"] | Callable[[Any], Any]
+    shuffle: bool = False
 
     @property
     def clients(self) -> int | None:

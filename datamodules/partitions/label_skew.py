@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.datamodules.partitions.partition import Indices, LazyClients, Partition, digest
+from fl_lightning.datamodules.partitions.partition import (
+    Indices,
+    LazyClients,
+    Partition,
+    check_classes,
+    digest,
+)
 from fl_lightning.errors import UserError
-from fl_lightning.introspection.accepted import PositiveFloat, PositiveInt
+from fl_lightning.introspection.accepted import PositiveFloat, PositiveInt, checked
 from fl_lightning.introspection.papers import Paper
 from fl_lightning.sampling import generator
 
@@ -91,6 +98,8 @@ class _LabelSkew(Partition):
         return clients
 
 
+@checked
+@dataclass(repr=False, eq=False)
 class Dirichlet(_LabelSkew):
     """Class proportions q_i ~ Dir(alpha · C · prior) for each client (Hsu et al., 2019).
 
@@ -107,17 +116,10 @@ class Dirichlet(_LabelSkew):
 
     paper = Paper("hsu2019measuring")
 
-    def __init__(
-        self,
-        alpha: PositiveFloat,
-        replacement: bool = False,
-        samples_per_client: PositiveInt | None = None,
-        prior: Literal["uniform", "frequencies"] = "uniform",
-    ) -> None:
-        self.alpha = alpha
-        self.replacement = replacement
-        self.samples_per_client = samples_per_client
-        self.prior = prior
+    alpha: PositiveFloat
+    replacement: bool = False
+    samples_per_client: PositiveInt | None = None
+    prior: Literal["uniform", "frequencies"] = "uniform"
 
     def _proportions(self, rng: np.random.Generator, counts: Indices) -> NDArray[np.float64]:
         if self.prior == "uniform":
@@ -127,6 +129,8 @@ class Dirichlet(_LabelSkew):
         return rng.dirichlet(self.alpha * len(counts) * prior)
 
 
+@checked
+@dataclass(repr=False, eq=False)
 class Pathological(_LabelSkew):
     """Each client has ``classes`` classes, drawn for it without replacement, in equal proportions.
 
@@ -134,22 +138,12 @@ class Pathological(_LabelSkew):
     clients may get samples of other classes if their own are used up.
     """
 
-    def __init__(
-        self,
-        classes: PositiveInt,
-        replacement: bool = False,
-        samples_per_client: PositiveInt | None = None,
-    ) -> None:
-        self.classes: int = classes
-        self.replacement = replacement
-        self.samples_per_client = samples_per_client
+    classes: PositiveInt
+    replacement: bool = False
+    samples_per_client: PositiveInt | None = None
 
     def _proportions(self, rng: np.random.Generator, counts: Indices) -> NDArray[np.float64]:
-        if self.classes > len(counts):
-            raise UserError(
-                f"Pathological's classes is {self.classes}, but the training data have "
-                f"{len(counts)}: give a number from 1 to {len(counts)}."
-            )
+        check_classes(self, self.classes, len(counts))
         q = np.zeros(len(counts))
         q[rng.choice(len(counts), self.classes, replace=False)] = 1 / self.classes
         return q

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +16,7 @@ from fl_lightning.datamodules.partitions.partition import (
     Source,
     Stream,
     by_class,
+    check_classes,
     check_none_empty,
     check_share,
     integers,
@@ -25,7 +27,13 @@ from fl_lightning.datamodules.partitions.partition import (
     tested,
 )
 from fl_lightning.errors import UserError
-from fl_lightning.introspection.accepted import BelowOne, NonNegativeInt, PositiveFloat, PositiveInt
+from fl_lightning.introspection.accepted import (
+    BelowOne,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    checked,
+)
 from fl_lightning.introspection.papers import Paper
 
 TRIES = 1000
@@ -37,6 +45,8 @@ def least(source: str, samples: int, clients: int) -> int:
     return int(min(40, samples / clients / 2)) if source == "pfllib" else 10
 
 
+@checked
+@dataclass(repr=False, eq=False)
 class DirichletByClass(Partition):
     """Each class is divided among the clients by shares p ~ Dir(alpha) (Yurochkin et al., 2019).
 
@@ -59,24 +69,16 @@ class DirichletByClass(Partition):
 
     paper = Paper("yurochkin2019bayesian")
 
-    def __init__(
-        self,
-        alpha: PositiveFloat | list[PositiveFloat],
-        source: Source = "flwr",
-        min_samples: NonNegativeInt | None = None,
-        balance: bool | None = None,
-        shuffle: bool | None = None,
-        tool_seed: NonNegativeInt | None = None,
-        test_share: BelowOne = 0.0,
-    ) -> None:
-        check_share(self, test_share, source)
-        self.alpha = alpha
-        self.source = source
-        self.min_samples = min_samples
-        self.balance = balance
-        self.shuffle = shuffle
-        self.tool_seed = tool_seed
-        self.test_share = test_share
+    alpha: PositiveFloat | list[PositiveFloat]
+    source: Source = "flwr"
+    min_samples: NonNegativeInt | None = None
+    balance: bool | None = None
+    shuffle: bool | None = None
+    tool_seed: NonNegativeInt | None = None
+    test_share: BelowOne = 0.0
+
+    def __post_init__(self) -> None:
+        check_share(self, self.test_share, self.source)
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Any]:
         need_samples(num_clients, len(labels))
@@ -154,6 +156,8 @@ class DirichletByClass(Partition):
         return clients
 
 
+@checked
+@dataclass(repr=False, eq=False)
 class LabelsPerClient(Partition):
     """Each client has ``classes`` classes, and every sample belongs to one client.
 
@@ -171,31 +175,20 @@ class LabelsPerClient(Partition):
         tool_seed, test_share: as for :class:`DirichletByClass`.
     """
 
-    def __init__(
-        self,
-        classes: PositiveInt,
-        source: Literal["pfllib", "niid-bench", "flwr"] = "pfllib",
-        balance: bool = True,
-        mode: Literal["random", "deterministic", "first-deterministic"] = "random",
-        tool_seed: NonNegativeInt | None = None,
-        test_share: BelowOne = 0.0,
-    ) -> None:
-        check_share(self, test_share, source)
-        self.classes = classes
-        self.source = source
-        self.balance = balance
-        self.mode = mode
-        self.tool_seed = tool_seed
-        self.test_share = test_share
+    classes: PositiveInt
+    source: Literal["pfllib", "niid-bench", "flwr"] = "pfllib"
+    balance: bool = True
+    mode: Literal["random", "deterministic", "first-deterministic"] = "random"
+    tool_seed: NonNegativeInt | None = None
+    test_share: BelowOne = 0.0
+
+    def __post_init__(self) -> None:
+        check_share(self, self.test_share, self.source)
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Any]:
         need_samples(num_clients, len(labels))
         _, members = by_class(labels)
-        if self.classes > len(members):
-            raise UserError(
-                f"LabelsPerClient's classes is {self.classes}, but the training data have "
-                f"{len(members)}: give a number from 1 to {len(members)}."
-            )
+        check_classes(self, self.classes, len(members))
         r = stream(seed, self.tool_seed, self.source)
         if self.source == "pfllib":
             clients = self._in_blocks(r, members, num_clients)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.datamodules.partitions.partition import (
     Indices,
     Partition,
@@ -22,11 +24,13 @@ from fl_lightning.datamodules.partitions.partition import (
     tell_left,
 )
 from fl_lightning.errors import UserError
-from fl_lightning.introspection.accepted import PositiveInt, UnitInterval
+from fl_lightning.introspection.accepted import PositiveInt, UnitInterval, checked
 from fl_lightning.machine.lightning import rank_zero_warn
 from fl_lightning.sampling import generator
 
 
+@checked
+@dataclass(repr=False, eq=False)
 class LabelShares(Partition):
     """Each client's shares of the classes come from a table.
 
@@ -36,12 +40,11 @@ class LabelShares(Partition):
         sizes: number of samples of each client; None: ⌊N / m⌋ each.
     """
 
-    def __init__(
-        self, shares: list[list[float]] | str, sizes: list[PositiveInt] | None = None
-    ) -> None:
-        self.shares = shares
-        self.sizes = sizes
-        table = rows(shares)
+    shares: list[list[float]] | str
+    sizes: list[PositiveInt] | None = None
+
+    def __post_init__(self) -> None:
+        table = rows(self.shares)
         wrong = table.ndim != 2 or table.dtype.kind not in "iuf"
         if wrong or (table < 0).any() or not np.allclose(table.sum(axis=1), 1, atol=1e-6):
             raise UserError(
@@ -92,6 +95,8 @@ def _apportioned(size: int, row: NDArray[np.float64]) -> NDArray[np.int64]:
     return whole
 
 
+@checked
+@dataclass(repr=False, eq=False)
 class Mixed(Partition):
     """A share of all samples is divided evenly at random, and the rest by another split.
 
@@ -101,9 +106,8 @@ class Mixed(Partition):
             even part.
     """
 
-    def __init__(self, iid: UnitInterval, partition: Partition) -> None:
-        self.iid = iid
-        self.partition = partition
+    iid: UnitInterval
+    partition: Partition
 
     @property
     def needs_labels(self) -> bool:  # type: ignore[override]
@@ -234,7 +238,11 @@ def _lists_of(path: Path) -> dict[str, tuple[Any, Any]]:
             f"The index lists {str(path)!r} are a pickle, which can run any program when it is "
             f"read. If you trust it, convert it to JSON: {TO_JSON}"
         )
-    try:
+    with refused(
+        f"The index lists {str(path)!r} cannot be read",
+        "Give a .json file with a list of lists of positions, or {client: list}, or a .npz file "
+        "with an array per client.",
+    ):
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as file:
                 # NumPy calls unnamed arrays arr_0, arr_1, …
@@ -249,9 +257,3 @@ def _lists_of(path: Path) -> dict[str, tuple[Any, Any]]:
         numbers = all(name.isdecimal() for name in pairs)
         assert all(len(own) for own, _ in pairs.values()), "a client has no training samples"
         return dict(sorted(pairs.items(), key=lambda item: int(item[0]) if numbers else item[0]))
-    except Exception as error:  # NumPy raises many kinds of errors for damaged files
-        raise UserError(
-            f"The index lists {str(path)!r} cannot be read ({type(error).__name__}: "
-            f"{str(error)[:160]}): give a .json file with a list of lists of positions, or "
-            "{client: list}, or a .npz file with an array per client."
-        ) from None

@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -18,8 +19,9 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.errors import UserError
-from fl_lightning.introspection.accepted import Checked, NonNegativeFloat
+from fl_lightning.introspection.accepted import Checked, NonNegativeFloat, checked
 from fl_lightning.machine.lightning import rank_zero_warn
 from fl_lightning.sampling import generator
 
@@ -155,13 +157,14 @@ class SortedShards(Partition):
         return np.array_split(np.argsort(labels, kind="stable"), num_clients)
 
 
+@checked
+@dataclass(repr=False, eq=False)
 class QuantitySkew(Partition):
     """Sizes proportional to lognormal(0, sigma), at least one; the samples are iid."""
 
     needs_labels = False
 
-    def __init__(self, sigma: NonNegativeFloat) -> None:
-        self.sigma = sigma
+    sigma: NonNegativeFloat
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
         need_samples(num_clients, len(labels))
@@ -292,20 +295,21 @@ class Saved(Partition):
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
-        try:
-            with np.load(self.path, allow_pickle=False) as file:
-                self._ends = file["ends"]
-                self._indices = file["indices"]
-                self._labels = str(file["labels"])
-                self._kept = str(file["kept"])
-                self._tests: list[Indices] | None = None
-                if "test_ends" in file:
-                    self._tests = np.split(file["test_indices"], file["test_ends"][:-1])
-        except Exception as error:  # NumPy raises many kinds of errors for damaged files
-            raise UserError(
+        with (
+            refused(
                 f"The partition's file {self.path!r} is not there, damaged, or was not written by "
-                f"save_partition ({error})."
-            ) from None
+                "save_partition",
+                "Give another file, or save the partition again.",
+            ),
+            np.load(self.path, allow_pickle=False) as file,
+        ):
+            self._ends = file["ends"]
+            self._indices = file["indices"]
+            self._labels = str(file["labels"])
+            self._kept = str(file["kept"])
+            self._tests: list[Indices] | None = None
+            if "test_ends" in file:
+                self._tests = np.split(file["test_indices"], file["test_ends"][:-1])
 
     @property
     def clients(self) -> int | None:
@@ -447,6 +451,24 @@ def tested(owner: Partition, r: Stream, clients: list[Any], source: str, share: 
             )
         pairs.append(pair)
     return pairs
+
+
+def check_one_of(owner: Partition, **options: Any) -> None:
+    """Refuse several of these options, and none of them."""
+    if sum(value is not None for value in options.values()) != 1:
+        raise UserError(
+            f"{type(owner).__name__} needs one of the arguments {' and '.join(options)}: give "
+            "exactly one of them."
+        )
+
+
+def check_classes(owner: Partition, classes: int, there: int) -> None:
+    """Refuse more classes per client than there are."""
+    if classes > there:
+        raise UserError(
+            f"{type(owner).__name__}'s classes is {classes}, but the training data have {there}: "
+            f"give a number from 1 to {there}."
+        )
 
 
 def check_share(owner: Partition, share: float, source: str) -> None:

@@ -364,16 +364,14 @@ def joined(name: str, train: Samples, test: Samples | None) -> Samples:
     Raises:
         UserError: there are no test data, or they have another kind or shape.
     """
-    if test is None or type(train) is not type(test):
+    kinds = [getattr(getattr(one, "x", None), "dtype", None) for one in (train, test)]
+    if test is None or type(train) is not type(test) or kinds[0] != kinds[1]:
         raise UserError(
             f"pooled=True joins training and test data, and {name} has no test data here of the "
-            "same kind: give test data, or leave pooled out."
+            f"same kind (x are {kinds[0]} to train on, and {kinds[1]} to test on): give test data, "
+            "or leave pooled out."
         )
     if isinstance(train, TensorSamples) and isinstance(test, TensorSamples):
-        if train.x.dtype != test.x.dtype:
-            raise UserError(
-                f"pooled=True: x are {train.x.dtype} to train on and {test.x.dtype} to test on."
-            )
         return train.with_samples(torch.cat([train.x, test.x]), torch.cat([train.y, test.y]))
     assert isinstance(train, DatasetSamples) and isinstance(test, DatasetSamples)
     parts: list[Dataset[Any]] = [train.read.dataset, test.read.dataset]

@@ -346,29 +346,23 @@ class FileDataModule(FederatedDataModule):
         return facts
 
 
-def before_the_run(cls: Any, arguments: Mapping[str, Any]) -> Any:
-    """Return a data module that is made to ask for its samples' sizes, and that reports nothing.
+def first_read(cls: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return a data module that has read its data, and reported nothing, to ask for their sizes.
+
+    None: an argument is wrong, and the parser will tell.
 
     Args:
         arguments: as in a config, where objects are still texts; the class's own plain ones count.
-    """
-    own = set(inspect.signature(cls.__init__).parameters) - {"partition", "num_clients"}
-    given = {name: arguments[name] for name in own if arguments.get(name) is not None}
-    data = cls(**given)
-    vars(data)["tell"] = lambda text: None
-    return data
-
-
-def first_read(cls: Any, arguments: Mapping[str, Any]) -> Any:
-    """Return a data module that has read its data; None if an argument is wrong (the parser tells).
 
     Raises:
         UserError: the files are wrong.
     """
+    own = set(inspect.signature(cls.__init__).parameters) - {"partition", "num_clients"}
     try:
-        data = before_the_run(cls, arguments)
+        data = cls(**{name: arguments[name] for name in own if arguments.get(name) is not None})
     except Exception:  # arguments are not checked yet
         return None
+    vars(data)["tell"] = lambda text: None
     try:
         data.load()
     except UserError:

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.data import Dataset
 
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.datamodules.formats.pictures import Mode, Pictures, Size
 from fl_lightning.datamodules.formats.tables import refuse_twice
 from fl_lightning.datamodules.partitions.client_tests import OwnTests, stratified
 from fl_lightning.datamodules.partitions.partition import ByGroup
-from fl_lightning.datamodules.sources.file_data_module import (
-    SHOWN,
-    FileDataModule,
-    Side,
-    before_the_run,
-)
+from fl_lightning.datamodules.sources.file_data_module import SHOWN, FileDataModule, Side
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.introspection.accepted import Above, Below, PositiveFloat, PositiveInt
 from fl_lightning.sampling import generator
 
-# Pictures and their classes.
-Part = tuple[NDArray[Any], NDArray[np.int64]]
-
-
-def coloured(x: NDArray[Any]) -> NDArray[np.uint8]:
-    """Return pictures ``(N, H, W, 3)``; the channel of grey ones is repeated."""
-    x = x[..., None] if x.ndim == 3 else x
-    return np.broadcast_to(x, (*x.shape[:3], 3)).astype(np.uint8)
+Sample = tuple[Any, int]  # a file or pixels, and the class
+SIDES = ("train", "test")
+# The domains of Digits-5.
+DIGITS = ("mnist", "mnistm", "svhn", "syn", "usps")
 
 
 def arrays(path: Path, *names: str) -> list[NDArray[Any]]:
@@ -46,55 +38,40 @@ def arrays(path: Path, *names: str) -> list[NDArray[Any]]:
     """
     from scipy.io import loadmat
 
-    try:
-        content = loadmat(str(path))
+    remedy = "Copy it again, or name the domains that are there by data.domains."
+    with refused(f"The file {str(path)!r} of Digits-5 cannot be read", remedy):
+        content = loadmat(str(path), variable_names=names)
         return [content[name] for name in names]
-    except Exception as error:  # scipy raises many kinds of errors for damaged files
-        raise UserError(
-            f"The file {str(path)!r} of Digits-5 cannot be read ({type(error).__name__}: "
-            f"{str(error)[:120]}): copy it again, or name the domains that are there by "
-            "data.domains."
-        ) from None
 
 
-def from_one(y: NDArray[Any]) -> NDArray[np.int64]:
-    """Return classes from 0; in the file 0 is written as 10."""
-    found: NDArray[np.int64] = y.ravel().astype(np.int64) % 10
-    return found
+def digits(path: Path, domain: str) -> list[list[Sample]]:
+    """Return the training and the test samples of a domain of Digits-5."""
+    parts: Any
+    if domain == "usps":
+        (parts,) = arrays(path / "usps_28x28.mat", "dataset")
+        parts = [(np.floor(x[:, 0] * 255 + 0.5), y) for x, y in parts]
+    elif domain in ("svhn", "syn"):
+        name = "svhn" if domain == "svhn" else "synth"
+        parts = [arrays(path / f"{name}_{side}_32x32.mat", "X", "y") for side in SIDES]
+        parts = [(x.transpose(3, 0, 1, 2), y) for x, y in parts]
+    elif domain == "mnistm":
+        file = path / "mnistm_with_label.mat"
+        parts = [arrays(file, side, f"label_{side}") for side in SIDES]
+    else:
+        file = path / "mnist_data.mat"
+        parts = [arrays(file, f"{side}_32", f"label_{side}") for side in SIDES]
+    return [labelled(x, y) for x, y in parts]
 
 
-def handwritten(file: str, arrays_of: Sequence[str], path: Path) -> list[Part]:
-    """Read MNIST and MNIST-M, whose classes are one-hot."""
-    x, y, test_x, test_y = arrays(path / file, *arrays_of)
-    return [(x, y.argmax(axis=1)), (test_x, test_y.argmax(axis=1))]
+def labelled(x: NDArray[Any], y: NDArray[Any]) -> list[Sample]:
+    """Return pictures ``(N, H, W)`` or ``(N, H, W, 1 or 3)`` in colour, and their classes.
 
-
-def street(name: str, path: Path) -> list[Part]:
-    """Read SVHN and the synthetic digits."""
-    parts = [arrays(path / f"{name}_{side}_32x32.mat", "X", "y") for side in ("train", "test")]
-    return [(x.transpose(3, 0, 1, 2), from_one(y)) for x, y in parts]
-
-
-def usps(path: Path) -> list[Part]:
-    (cells,) = arrays(path / "usps_28x28.mat", "dataset")
-    return [
-        (np.floor(np.asarray(x)[:, 0] * 255 + 0.5).astype(np.uint8), from_one(np.asarray(y)))
-        for x, y in cells
-    ]
-
-
-# Training and test pictures of each domain, uint8 ``(N, height, width)`` or ``(…, 3)``.
-DOMAINS: dict[str, Callable[[Path], list[Part]]] = {
-    "mnist": lambda path: handwritten(
-        "mnist_data.mat", ("train_32", "label_train", "test_32", "label_test"), path
-    ),
-    "mnistm": lambda path: handwritten(
-        "mnistm_with_label.mat", ("train", "label_train", "test", "label_test"), path
-    ),
-    "svhn": lambda path: street("svhn", path),
-    "syn": lambda path: street("synth", path),
-    "usps": usps,
-}
+    Classes are one-hot, or numbers of which 10 is the digit 0.
+    """
+    x = x[..., None] if x.ndim == 3 else x
+    coloured = np.broadcast_to(x, (*x.shape[:3], 3)).astype(np.uint8)
+    classes = y.argmax(axis=1) if y.shape[1:] == (10,) else y.ravel().astype(np.int64) % 10
+    return list(zip(coloured, classes.tolist(), strict=True))
 
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".gif", ".tif", ".tiff", ".webp"}
@@ -103,8 +80,6 @@ IN_MEMORY = 2**30
 
 # Names of the folders of pictures that no client trains on.
 HELD = ("val", "validation", "test")
-
-Sample = tuple[Any, int]  # a file or pixels, and the class
 
 
 @dataclass
@@ -154,6 +129,13 @@ class PictureSet(Dataset[Any]):
                 f"{shape}: give data.image_size, to which all are resized."
             )
         return found
+
+    def decode(self, keep: bool | None) -> None:
+        """Decode all pictures and keep them; None: if they take at most ``IN_MEMORY``."""
+        if keep is None and len(self):
+            keep = self.pixels(0).nbytes * len(self) <= IN_MEMORY
+        if keep:
+            self.kept = [self.pixels(i) for i in range(len(self))]
 
     def __getitem__(self, i: int) -> tuple[Any, int]:
         pixels = self.pixels(i) if self.kept is None else self.kept[i]
@@ -229,33 +211,7 @@ class FromFolders(FileDataModule):
         self.missing = missing
         self.in_memory = in_memory
         self.limit = limit
-
-    @classmethod
-    def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
-        """Return ``(channels, height, width)``: the size asked for, else the first one's."""
-        # An option is read as a number before the parser knows its type.
-        mode = str(arguments.get("mode", "RGB"))
-        if mode not in get_args(Mode):
-            return None
-        size = Pictures.of(arguments.get("image_size"), None, (), ()).size
-        path = Path(str(arguments.get("path", ""))).expanduser()
-        first = next((file for file in path.glob("*/*/*") if file.suffix.lower() in ENDINGS), None)
-        if size is None and first is not None:
-            pixels = Pictures(mode="L").read(first)
-            size = (pixels.shape[0], pixels.shape[1])
-        return None if size is None else (Image.getmodebands(mode), *size)
-
-    @classmethod
-    def classes_of_samples(cls, **arguments: Any) -> int | None:
-        """Return the number of classes: of the folders, or of the labels in the lists."""
-        try:
-            data = before_the_run(cls, arguments)
-            layout = data._layout()
-            if layout != "digits5":
-                data._read(layout)
-        except Exception:  # the run reports what is wrong
-            return None
-        return len(data.class_names) or None if layout != "digits5" else 10
+        self._sets: list[PictureSet] = []
 
     def read(self) -> tuple[Side, Side | None, Side | None]:
         if not self.path.is_dir():
@@ -263,7 +219,9 @@ class FromFolders(FileDataModule):
                 f"data.path is {str(self.path)!r}, which is not a folder (the present folder is "
                 f"{str(Path.cwd())!r})."
             )
-        domains = self._read(self._layout())
+        self._read_as = self._layout()
+        readers = {"digits5": self._digits5, "lists": self._lists, "splits": self._splits}
+        domains = readers.get(self._read_as, self._folders)()
         if self.limit is not None:
             for domain in domains:
                 domain.train = domain.train[: self.limit[0]]
@@ -289,10 +247,6 @@ class FromFolders(FileDataModule):
         self.tell(f"{str(self.path)!r} is read as layout={found}")
         return found
 
-    def _read(self, layout: str) -> list[Domain]:
-        readers = {"digits5": self._digits5, "lists": self._lists, "splits": self._splits}
-        return readers.get(layout, self._folders)()
-
     def _chosen(self, there: Sequence[str], given: list[str] | None, option: str) -> list[str]:
         refuse_twice(f"data.{option}", given or ())
         for name in given or ():
@@ -305,28 +259,19 @@ class FromFolders(FileDataModule):
 
     def _digits5(self) -> list[Domain]:
         self.class_names = list(map(str, range(10)))
-        made = []
-        for name in self._chosen(list(DOMAINS), self.domains, "domains"):
-            parts = [
-                list(zip(coloured(x), y.tolist(), strict=True)) for x, y in DOMAINS[name](self.path)
-            ]
-            made.append(Domain(name, *parts))
-        return made
+        names = self._chosen(DIGITS, self.domains, "domains")
+        return [Domain(name, *digits(self.path, name)) for name in names]
 
     def _folders(self) -> list[Domain]:
         domains = self._chosen(folders_of(self.path), self.domains, "domains")
         every = set().union(*(folders_of(self.path / domain) for domain in domains))
         self.class_names = self._chosen(sorted(every), self.classes, "classes")
-        if not self.class_names:
+        if len(self.class_names) < 2:
             raise UserError(
-                f"data.path is {str(self.path)!r}, whose folders {', '.join(domains)[:100]} have "
-                "no folders of classes: path/<domain>/<class>/<file> is expected."
-            )
-        if len(self.class_names) == 1:
-            raise UserError(
-                f"data.path is {str(self.path)!r}, whose folders {', '.join(domains)[:100]}, … all "
-                f"have the single folder {self.class_names[0]!r}: path/<domain>/<class>/<file> is "
-                "expected. For Tiny-ImageNet give the folder that has train and val."
+                f"data.path is {str(self.path)!r}, whose folders {', '.join(domains)[:100]} all "
+                f"together have the classes [{', '.join(self.class_names)}]: two or more folders "
+                "of classes are expected, as in path/<domain>/<class>/<file>. For Tiny-ImageNet "
+                "give the folder that has train and val."
             )
         return [Domain(domain, self._by_class(self.path / domain)) for domain in domains]
 
@@ -340,12 +285,6 @@ class FromFolders(FileDataModule):
 
     def _splits(self) -> list[Domain]:
         self.class_names = self._chosen(folders_of(self.path / "train"), self.classes, "classes")
-        if isinstance(self.partition, ByGroup) and self.clients_per_domain == 1:
-            raise UserError(
-                f"data.path is {str(self.path)!r}, whose pictures are in splits and not in "
-                "domains: give data.partition and data.num_clients, or data.layout=folders if "
-                "train and val are domains."
-            )
         parts = {name: self._held(self.path / name) for name in HELD}
         val = parts["val"] or parts["validation"]
         one = Domain(self.path.name, self._by_class(self.path / "train"))
@@ -418,32 +357,31 @@ class FromFolders(FileDataModule):
         domain.train = [domain.train[i] for i in range(n) if i not in held]
 
     def _sides(self, domains: list[Domain]) -> tuple[Side, Side | None, Side | None]:
-        training = [(i, d) for i, d in enumerate(domains) if d.name not in self.leave_out]
-        if not training:
-            raise UserError("data.leave_out has all domains: leave one to train on.")
-        k = self.clients_per_domain
         names: list[str] = []
         groups: list[NDArray[np.int64]] = []
-        for number, domain in training:
+        training: list[Domain] = []
+        left_out: list[Domain] = []
+        for number, domain in enumerate(domains):
+            if domain.name in self.leave_out:
+                left_out.append(domain)
+                continue
+            training.append(domain)
             groups.append(self._dealt(number, domain) + len(names))
+            k = self.clients_per_domain
             names += [domain.name] if k == 1 else [f"{domain.name}/{j}" for j in range(k)]
-        self.client_domains = [name.rpartition("/")[0] if k > 1 else name for name in names]
-        self._own = {domain.name: domain.test for _, domain in training if domain.test}
-        samples = list(chain.from_iterable(domain.train for _, domain in training))
-        train = Side(names, np.concatenate(groups), self._set(samples))
-        val = list(chain.from_iterable(domain.val for domain in domains))
-        held = Side(["all"], np.zeros(len(val), np.int64), self._set(val)) if val else None
-        return train, self._global(domains), held
+        if not training:
+            raise UserError("data.leave_out has all domains: leave one to train on.")
+        self._tested = {domain.name: domain.test for domain in training if domain.test}
+        parts = [one.train + one.test for one in left_out] or [one.test for one in domains]
+        samples = self._set(chain.from_iterable(domain.train for domain in training))
+        test = self._common(chain.from_iterable(parts))
+        val = self._common(chain.from_iterable(domain.val for domain in domains))
+        return Side(names, np.concatenate(groups), samples), test, val
 
-    def _global(self, domains: list[Domain]) -> Side | None:
-        """Set the global test set: from all domains, or from those that are left out."""
-        left = [domain for domain in domains if domain.name in self.leave_out]
-        parts = [one.train + one.test for one in left] or [one.test for one in domains]
-        samples = list(chain.from_iterable(parts))
-        if not samples:
-            return None
-        groups = np.repeat(np.arange(len(parts)), list(map(len, parts)))
-        return Side([domain.name for domain in left or domains], groups, self._set(samples))
+    def _common(self, samples: Iterable[Sample]) -> Side | None:
+        """Return samples that belong to no client."""
+        made = self._set(samples)
+        return Side(["all"], np.zeros(len(made), np.int64), made) if len(made) else None
 
     def _dealt(self, number: int, domain: Domain) -> NDArray[np.int64]:
         """Return the client of each of a domain's training samples, from 0."""
@@ -455,44 +393,46 @@ class FromFolders(FileDataModule):
                 clients[part] = k
         return clients
 
-    def _set(self, samples: list[Sample]) -> PictureSet:
-        made = PictureSet(samples, self.pictures)
+    def _set(self, samples: Iterable[Sample]) -> PictureSet:
+        made = PictureSet(list(samples), self.pictures)
         self._files += [file for file in made.x if isinstance(file, Path)]
-        keep = self.in_memory
-        if keep is None and len(made):
-            keep = made.pixels(0).nbytes * len(made) <= IN_MEMORY
-        if keep:
-            made.kept = [made.pixels(i) for i in range(len(made))]
+        self._sets.append(made)
         return made
 
     def setup(self, stage: str | None = None) -> None:
         if self.clients_per_domain > 1 and self._split_seed not in (None, self.run_seed):
             self.train_set = None  # The seed decides which of a domain's clients has which samples.
         super().setup(stage)
+        undivided = self._read_as == "splits" and self.clients_per_domain == 1
+        if undivided and isinstance(self.partition, ByGroup):
+            raise UserError(
+                f"data.path is {str(self.path)!r}, whose pictures are in splits and not in "
+                "domains: give data.partition and data.num_clients, or data.layout=folders if "
+                "train and val are domains."
+            )
+        for pictures in self._sets:
+            pictures.decode(self.in_memory)
+        self._sets = []
 
     def load(self) -> None:
         super().load()
+        self.client_domains = ()
         if not isinstance(self.partition, ByGroup):
-            self.client_domains = ()
             return
-        if not self._own:
+        many = self.clients_per_domain > 1
+        names = self.client_names
+        self.client_domains = [name.rpartition("/")[0] if many else name for name in names]
+        if not self._tested:
             return
         assert self.train_set is not None
-        tests = list(chain.from_iterable(self._own.values()))
+        tests = list(chain.from_iterable(self._tested.values()))
         # Unless domains are left out, these samples are the global test set.
         samples = self._samples(self._set(tests)) if self.leave_out else self.test_set
         assert samples is not None
-        ends = np.cumsum(list(map(len, self._own.values())))
-        places = dict(zip(self._own, np.split(np.arange(len(tests)), ends[:-1]), strict=True))
-        own: list[Any] = [places.get(domain, []) for domain in self._domains_of_all()]
+        ends = np.cumsum(list(map(len, self._tested.values())))
+        places = dict(zip(self._tested, np.split(np.arange(len(tests)), ends[:-1]), strict=True))
+        own: list[Any] = [places.get(domain, []) for domain in self.client_domains]
         self.own_tests = OwnTests(samples, own, len(self.train_set))
-
-    def _domains_of_all(self) -> list[str]:
-        """Return the domain of each client that has training samples."""
-        many = self.clients_per_domain > 1
-        names = [name.rpartition("/")[0] if many else name for name in self.client_names]
-        self.client_domains = names
-        return names
 
 
 def folders_of(path: Path) -> list[str]:

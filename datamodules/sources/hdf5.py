@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.datamodules.sources.file_data_module import (
     Arrays,
     FileDataModule,
@@ -134,22 +135,15 @@ class FromHDF5(FileDataModule):
         file = opened(path)
         if "pad" not in like and "metadata/pad_symbol" in file:
             like["pad"] = int(np.asarray(file["metadata/pad_symbol"]))
-        names = []
         labels: list[NDArray[np.int64]] = []
-        try:
+        remedy = "The file may be cut off: copy it again."
+        with refused(f"The file {str(path)!r}, group {group!r} cannot be read", remedy):
             names = [name for name in file[group] if name != "metadata"]
             names = [names[i] for i in ascending(names)]
-            for name in names:
-                where = f"The file {str(path)!r}, group {f'{group}/{name}'!r}"
+        for name in names:
+            where = f"The file {str(path)!r}, group {f'{group}/{name}'!r}"
+            with refused(f"{where} cannot be read", remedy):
                 labels.append(self._labels(file[group][name], where, like))
-        except UserError:
-            raise
-        except Exception as error:  # h5py raises many kinds of errors for damaged files
-            where = f"{group}/{names[len(labels)]}" if names else group
-            raise UserError(
-                f"The file {str(path)!r}, group {where!r} cannot be read ({str(error)[:120]}): the "
-                "file may be cut off; copy it again."
-            ) from None
         made = indexed_side(side, names, labels)
         return {**made, f"{side} place": texts([str(path), group])}
 
@@ -163,28 +157,25 @@ class FromHDF5(FileDataModule):
             # The windows of each snippet: its characters, a start and an end, cut into pieces.
             ends = [-(-(len(raw_of(one)) + 2) // (self.length + 1)) for one in rows[()]]
             return np.full(sum(ends), -1, np.int64)
-        if len(rows) != len(client[y]):
-            raise UserError(f"{where} has {len(rows)} rows of {x!r} and {len(client[y])} of {y!r}.")
         # Bytes may be pictures, which are scaled.
         form = (rows.shape[1:], rows.dtype == np.uint8, rows.dtype.kind)
         first = like.setdefault("form", (form, rows.dtype))
-        if form != first[0]:
-            raise UserError(
-                f"{where}: {x!r} holds {rows.dtype} of the shape {form[0]}, and {first[1]} of the "
-                f"shape {first[0][0]} in the first client. All need the same, since the type says "
-                "how x is scaled."
-            )
+        faults = {
+            f"{len(rows)} rows of {x!r} and {len(client[y])} of {y!r}": len(rows) != len(client[y]),
+            f"{x!r} of {rows.dtype} of the shape {form[0]}, and the first client {first[1]} of the "
+            f"shape {first[0][0]}; the type says how x is scaled": form != first[0],
+            f"bytes of the shape {form[0]}, which are taken for pictures (height, width, 1 to 4 "
+            "channels): store the channels last": (
+                kind in ("image", "arrays") and form[1] and len(form[0]) == 3 and form[0][2] > 4
+            ),
+        }
+        for fault, there in faults.items():
+            if there:
+                raise UserError(f"{where} has {fault}.")
         if kind == "tokens":
             return np.full(len(rows), -1, np.int64)
-        if form[1] and len(form[0]) == 3 and form[0][2] > 4 and kind != "pixels":
-            raise UserError(
-                f"{where}: {x!r} holds bytes of the shape {form[0]}, which are taken for pictures "
-                "(height, width, channels), with 1 to 4 channels: store the channels last."
-            )
         check_finite(np.asarray(rows[()]), where)
-        labels = np.asarray(client[y][()])
-        labels = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
-        return whole_labels(labels, where)
+        return whole_labels(np.asarray(client[y][()]), where)
 
     def _names(self, client: Any, where: str) -> tuple[str, str, str]:
         if self.x is not None and self.y is not None:
@@ -215,18 +206,14 @@ def opened(path: Path) -> Any:
     Raises:
         UserError: it is not an HDF5 file, or is cut off.
     """
-    try:
+    remedy = "Give the right path. A file may also be cut off: copy it again."
+    with refused(f"The file {str(path)!r} cannot be read as HDF5", remedy):
         stat = path.stat()
         key = (os.getpid(), f"{path} {stat.st_size} {stat.st_mtime_ns}")
         if key not in _OPEN:
             _OPEN[key] = optional("h5py", "hdf5", "FromHDF5").File(path, "r")
             _keep_small(_OPEN[key])
             opened_in_each.add(os.path.realpath(path))
-    except OSError as error:
-        raise UserError(
-            f"The file {str(path)!r} cannot be read as HDF5 ({str(error)[:160]}): give the right "
-            "path; a file may also be cut off: copy it again."
-        ) from None
     return _OPEN[key]
 
 

@@ -14,8 +14,17 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fl_lightning.datamodules.batches.sample_labels import some_of
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.datamodules.formats.pictures import Mode, Pictures, Size
-from fl_lightning.datamodules.formats.tables import give_one, refuse_answers, require
+from fl_lightning.datamodules.formats.tables import (
+    FileTable,
+    as_numbers,
+    coded,
+    codes,
+    give_one,
+    refuse_answers,
+    require,
+)
 from fl_lightning.datamodules.formats.tokens import tokenizer_of
 from fl_lightning.datamodules.partitions.partition import Partition, own_or_grouped
 from fl_lightning.datamodules.sources.file_data_module import (
@@ -72,20 +81,14 @@ def opened(path: Path, option: str) -> Any:
     for file in files:
         of = OF_SPLIT.match(file.name)
         parts.setdefault(of.group().lower() if of else "train", []).append(str(file))
-    try:
+    with refused(f"data.{option} is {str(path)!r}, which cannot be read", "Copy it again."):
         if any((path / name).exists() for name in STATE):
             return datasets.load_from_disk(str(path))
         made = {split: datasets.Dataset.from_parquet(own) for split, own in parts.items()}
-    except Exception as error:  # the library and pyarrow raise many kinds of errors
-        cause = error.__cause__ or error
-        raise UserError(
-            f"data.{option} is {str(path)!r}, which cannot be read ({type(cause).__name__}: "
-            f"{str(cause)[:160]}): copy it again."
-        ) from None
     if not made:
         raise UserError(
             f"data.{option} is {str(path)!r}, which was not written by save_to_disk and has no "
-            "Parquet files: give such a folder or file."
+            "Parquet files, or is not there: give such a folder or file. Nothing is downloaded."
         )
     return made
 
@@ -96,24 +99,36 @@ def transforms(rows: Any) -> bool:
 
 
 def column_of(rows: Any, column: str) -> Any:
-    """Return a column of all rows as a pyarrow array; other columns are not read.
+    """Return a column of pandas; other columns are not read.
 
-    Lists of one value each become these values.
+    Numbers stay numbers, and all else becomes texts: of a ``ClassLabel`` its names, which another
+    split may number in another order. Lists of one value each become these values.
     """
+    import pandas
     import pyarrow.compute as compute
+    import pyarrow.types as types
 
     values = rows.select_columns([column]).with_format("arrow")[:].column(column)
-    if not is_list(values.type):
-        return values
-    lengths = compute.list_value_length(values).to_numpy(zero_copy_only=False)
-    return compute.list_flatten(values) if (lengths == 1).all() else values
+    if is_list(values.type):
+        lengths = compute.list_value_length(values).to_numpy(zero_copy_only=False)
+        values = compute.list_flatten(values) if (lengths == 1).all() else values
+    found = values.to_pandas(types_mapper=pandas.ArrowDtype)
+    names = getattr(rows.features[column], "names", None)
+    if names:  # The library gives the number -1 to rows without a label.
+        return found.map(dict(enumerate(map(str, names))))
+    if types.is_integer(values.type) or types.is_floating(values.type):
+        return found.mask(np.isnan(as_numbers(found)))
+    return found.astype(object).map(str, na_action="ignore")
 
 
-def distinct(values: Any) -> tuple[list[str], NDArray[np.int64]]:
-    """Return a column's distinct values as texts, and the place of each row's value."""
-    encoded = values.dictionary_encode().unify_dictionaries().combine_chunks()
-    found = [str(value) for value in encoded.dictionary.to_pylist()]
-    return found, np.asarray(encoded.indices.to_numpy(), np.int64)
+def table_of(rows: Any, columns: Sequence[str | None], split: str) -> FileTable:
+    """Return columns as a table, in which rows count from 0."""
+    import pandas
+
+    frame = pandas.DataFrame({name: column_of(rows, name) for name in columns if name is not None})
+    name = f"split {split}"
+    frame.index = pandas.MultiIndex.from_product([[name], range(len(frame))])
+    return FileTable(Path(name), frame)
 
 
 def is_list(kind: Any) -> bool:
@@ -188,13 +203,9 @@ class Rows(Dataset[Any]):
 
     def __getitem__(self, i: int) -> tuple[Tensor, Any]:
         y = self.targets[i]
-        try:
+        remedy = "Mend the data or their transform, or leave the row out."
+        with refused(f"Row {i} of {self.name} cannot be read", remedy):
             row = self.rows[int(i)]
-        except Exception as error:  # the library, PIL and transforms raise many kinds of errors
-            raise UserError(
-                f"Row {i} of {self.name} cannot be read ({type(error).__name__}: "
-                f"{str(error)[:120]}): mend the data or their transform, or leave the row out."
-            ) from error
         x = self._x([row[column] for column in self.columns])
         return x, int(y) if self.targets.dtype.kind in "iu" else torch.tensor(y)
 
@@ -265,11 +276,6 @@ class FromHuggingFace(FileDataModule):
             num_clients=None if client is not None else num_clients,
             **arguments,
         )
-        if isinstance(data, str | Path) and not Path(data).expanduser().exists():
-            raise UserError(
-                f"data.data is {str(data)!r}, and there is no such file or folder. Nothing is "
-                "downloaded: give a folder of save_to_disk, or Parquet files."
-            )
         self.data = data
         self.x = list(x) if isinstance(x, tuple) else x
         refuse_answers(self._columns(), {"y": y, "client": client}, "data.x")
@@ -301,12 +307,26 @@ class FromHuggingFace(FileDataModule):
         return sides
 
     def _look(self) -> Arrays:
-        """Read the columns x of numbers and texts once, and refuse rows that do not fit."""
+        """Read the columns x of numbers and texts once, and refuse what does not fit."""
+        columns = self._columns()
         like: dict[str, list[tuple[int, ...]]] = {}
         for rows, name in self._rows:
-            for column in [] if transforms(rows) else self._columns():
-                kind = leaf_of(rows.features.arrow_schema.field(column).type)
-                if is_numbers(kind) or is_text(kind):
+            schema = rows.features.arrow_schema
+            pair = len(columns) == 2 and is_text(schema.field(columns[0]).type)
+            for column in [] if transforms(rows) else columns:
+                kind = schema.field(column).type
+                picture = len(columns) == 1 and type(rows.features[column]).__name__ == "Image"
+                fits = is_text(kind) if pair else is_numbers(kind)
+                if len(columns) == 1:
+                    fits = is_text(kind) or is_numbers(leaf_of(kind))
+                if not (fits or picture):
+                    raise UserError(
+                        f"Column {column!r} of {name} holds {kind}, and x has to be a column of "
+                        "numbers, lists of numbers, texts or pictures, two columns of texts, or "
+                        "several columns with one number per row each: convert it, for example by "
+                        "cast_column."
+                    )
+                if not picture:
                     check_numbers(rows, column, name, like.setdefault(column, []))
         return {"rows": np.array([len(rows) for rows, _ in self._rows])}
 
@@ -315,7 +335,8 @@ class FromHuggingFace(FileDataModule):
 
     def _sides(self) -> tuple[Side, Side | None, Side | None]:
         self._rows: list[tuple[Any, str]] = []
-        self._form = ""
+        self.class_names = []
+        self._whole: bool | None = None  # whether y are whole numbers; None: classes with names
         found = splits_of(self.data)
         if isinstance(self.data, str | Path):
             self._files = files_of_rows(Path(self.data).expanduser())
@@ -359,57 +380,16 @@ class FromHuggingFace(FileDataModule):
         self._rows.append((rows, name))
         if transforms(rows):
             self._check_label_kept(rows, name)
-        else:
-            self._check_kinds(rows, name)
-        targets = self._targets(rows, name)
+        table = table_of(rows, [self.y, *clients], split)
+        targets = self._targets(table, getattr(rows.features[self.y], "names", None))
         groups = np.zeros(len(targets), np.int64)
         names = ["all"]
         if self.client is not None:
-            found, codes = self._named(rows, self.client, name)
+            places, found = codes(table.present(self.client).astype(str))
             order = ascending(found)
             names = [found[i] for i in order]
-            groups = np.argsort(order)[codes]
+            groups = np.argsort(order)[places]
         return Side(names, groups, Rows(self, rows, targets, name))
-
-    def _named(self, rows: Any, column: str, name: str) -> tuple[list[str], NDArray[np.int64]]:
-        """Return the names in a column, and the place of each row's. A ``ClassLabel`` has its
-        names, which another split may number in another order.
-        """
-        values = self._present(rows, column, name)
-        own = getattr(rows.features[column], "names", None)
-        if not own:
-            return distinct(values)
-        codes = np.asarray(values.to_numpy(), np.int64)
-        unknown = np.flatnonzero(codes < 0)
-        if len(unknown):
-            raise UserError(
-                f"Column {column!r} of {name} has the label {codes[unknown[0]]} in row "
-                f"{unknown[0]}, which the library datasets gives to rows without a label: leave "
-                f"these {len(unknown)} rows out, or give another split."
-            )
-        used, places = np.unique(codes, return_inverse=True)
-        if column == self.y:
-            return list(map(str, own)), codes
-        return [str(own[number]) for number in used], places
-
-    def _check_kinds(self, rows: Any, name: str) -> None:
-        """Refuse columns x that hold neither numbers nor texts nor pictures."""
-        columns = self._columns()
-        schema = rows.features.arrow_schema
-        pair = len(columns) == 2 and is_text(schema.field(columns[0]).type)
-        for column in columns:
-            kind = schema.field(column).type
-            fits = is_text(kind) if pair else is_numbers(kind)
-            if len(columns) == 1:
-                picture = type(rows.features[column]).__name__ == "Image"
-                fits = picture or is_text(kind) or is_numbers(leaf_of(kind))
-            if not fits:
-                raise UserError(
-                    f"Column {column!r} of {name} holds {kind}, and x has to be a column of "
-                    "numbers, lists of numbers, texts or pictures, two columns of texts, or "
-                    "several columns with one number per row each: convert it, for example by "
-                    "cast_column."
-                )
 
     def _check_label_kept(self, rows: Any, name: str) -> None:
         """Refuse a transform that changes the labels: the split reads them without it."""
@@ -424,62 +404,29 @@ class FromHuggingFace(FileDataModule):
                     "the labels by map(…) before, which stores them."
                 )
 
-    def _present(self, rows: Any, column: str, name: str) -> Any:
-        """Return a column of pyarrow; a missing value is an error."""
-        import pyarrow
-        import pyarrow.compute as compute
+    def _targets(self, table: FileTable, named: list[str] | None) -> NDArray[Any]:
+        """Return y: classes, or numbers as they are, of the training rows' kind.
 
-        values = column_of(rows, column)
-        fractions = pyarrow.types.is_floating(values.type)
-        row = compute.index(compute.is_null(values, nan_is_null=fractions), True).as_py()
-        if row >= 0:
-            raise UserError(
-                f"Column {column!r} of {name} has no value in row {row}: fill it in, or leave "
-                "the row out."
-            )
-        return values
-
-    def _targets(self, rows: Any, name: str) -> NDArray[Any]:
-        import pyarrow
-
-        kind = leaf_of(rows.features.arrow_schema.field(self.y).type)
-        named = getattr(rows.features[self.y], "names", None)
-        fractions = pyarrow.types.is_floating(kind)
-        if self.classes is None and not named and (fractions or pyarrow.types.is_integer(kind)):
-            values = self._present(rows, self.y, name)
-            self._check_same_form("fractions" if fractions else "whole numbers", name)
-            if fractions:
-                check_numbers(rows, self.y, name, [])
-            return np.asarray(values.to_numpy(), np.float32 if fractions else np.int64)
-        texts, codes = self._named(rows, self.y, name)
-        if self.classes is None:
-            self._check_same_form("names", name)
-        if not self.class_names:
-            self.class_names = self.classes or (texts if named else sorted(texts))
-        places = {one: place for place, one in enumerate(map(str, self.class_names))}
-        of = np.array([places.get(text, -1) for text in texts], np.int64)
-        unknown = np.flatnonzero(of[codes] < 0)
-        if len(unknown):
-            row = int(unknown[0])
-            raise UserError(
-                f"Column {self.y!r} of {name} has {texts[codes[row]]!r} in row {row}, which is not "
-                f"one of the classes {', '.join(places)[:200]}: leave the row out, or give "
-                "data.classes."
-            )
-        return of[codes]
-
-    def _check_same_form(self, form: str, name: str) -> None:
-        """Refuse another form than the training rows have: one text 1 is class 0."""
-        self._form = self._form or form
-        if self._form != form:
-            raise UserError(
-                f"Column {self.y!r} has {self._form} in the training rows and {form} in {name}: "
-                "cast it to one type in both (cast_column), or give data.classes."
-            )
+        Args:
+            named: the names of a ``ClassLabel``.
+        """
+        values = table.present(self.y)
+        if self._whole is None and not self.class_names:  # the training rows come first
+            if self.classes or self.y in table.texts():
+                self.class_names = self.classes or named or codes(values)[1]
+            else:
+                self._whole = values.dtype.kind in "iu"
+        if self._whole is None:
+            return coded(table, self.y, list(map(str, self.class_names)), "the classes")
+        y = table.numbers([self.y], "mend the row, or leave it out")[:, 0]
+        odd = np.flatnonzero(y % 1)
+        if self._whole and len(odd):
+            fault = (self.y, int(odd[0]), ", and the training rows have whole numbers")
+            raise table.wrong([fault], "cast the column to one type in both (cast_column)")
+        return y.astype(np.int64 if self._whole else np.float32)
 
     def column_values(self, column: str) -> NDArray[Any]:
         """Return a column in the training rows, for ``ByValue``."""
         rows = splits_of(self.data)[str(self.splits["train"])]
         require(rows.column_names, "the training split", {"partition.column": [column]})
-        values = self._present(rows, column, "the training rows")
-        return np.asarray(values.to_numpy(zero_copy_only=False))
+        return np.asarray(table_of(rows, [column], "train").present(column).to_numpy())

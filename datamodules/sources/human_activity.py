@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.batches.samples import TensorSamples
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.datamodules.partitions.partition import ByGroup
-from fl_lightning.errors import UserError
 from fl_lightning.introspection.papers import Paper
 
 FOLDER = "UCI HAR Dataset"
@@ -70,30 +70,27 @@ class HumanActivity(FederatedDataModule):
             return
         import urllib.request
 
-        try:
-            with tempfile.TemporaryDirectory() as aside:
-                outer, _ = urllib.request.urlretrieve(URL, Path(aside) / "outer.zip")
-                with zipfile.ZipFile(outer) as outside, outside.open(f"{FOLDER}.zip") as inner:
-                    zipfile.ZipFile(inner).extractall(self.root)
-        except (OSError, zipfile.BadZipFile, KeyError) as error:
-            raise UserError(
+        with (
+            refused(
                 "data.download is true, but HumanActivity could not be downloaded to "
-                f"{str(self.root)!r} from {URL}: {error}. Put the folder {FOLDER!r} there by "
-                "hand, or try again."
-            ) from error
+                f"{str(self.root)!r} from {URL}",
+                f"Put the folder {FOLDER!r} there by hand, or try again.",
+            ),
+            tempfile.TemporaryDirectory() as aside,
+        ):
+            outer, _ = urllib.request.urlretrieve(URL, Path(aside) / "outer.zip")
+            with zipfile.ZipFile(outer) as outside, outside.open(f"{FOLDER}.zip") as inner:
+                zipfile.ZipFile(inner).extractall(self.root)
 
     def load(self) -> None:
-        try:
+        with refused(
+            f"data.root is {str(self.root)!r}, where HumanActivity is expected as {FOLDER!r} with "
+            "train/ and test/, each with y_*.txt, subject_*.txt and Inertial Signals/ "
+            "(features='features' needs X_*.txt), and a file is missing or damaged",
+            "Give the right --data.root, or --data.download true to get the files.",
+        ):
             x, y, subjects = self._part("train")
             x_test, y_test, _ = self._part("test")
-        except Exception as error:  # NumPy raises many kinds of errors for damaged files
-            raise UserError(
-                f"data.root is {str(self.root)!r}, where HumanActivity is expected as {FOLDER!r} "
-                "with train/ and test/, each with y_*.txt, subject_*.txt and Inertial Signals/ "
-                "(features='features' needs X_*.txt), and a file is missing or damaged "
-                f"({' '.join(str(error).split())[:200]}). Give the right --data.root, or "
-                "--data.download true to get the files."
-            ) from error
         if self.features == "signals":
             mean = x.mean((0, 2), np.float64)
             std = x.std((0, 2), np.float64)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,9 @@ import torch
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.batches.augmentations import CropFlip
 from fl_lightning.datamodules.batches.samples import TensorSamples
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.accepted import PositiveFloat
 from fl_lightning.introspection.papers import Paper
 from fl_lightning.sampling import generator
 
@@ -52,7 +52,7 @@ class ImageDataModule(FederatedDataModule):
         augment: bool | dict[str, Any] | list[str | dict[str, Any]] | None = None,
         download: bool = False,
         mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
+        std: Sequence[PositiveFloat] | None = None,
         **arguments: Any,
     ) -> None:
         named = list(augment) if isinstance(augment, list | tuple) else None
@@ -70,10 +70,10 @@ class ImageDataModule(FederatedDataModule):
         if given is None:
             return ()
         channels = self.sample_shape[0] if self.sample_shape else len(given)
-        if len(given) != channels or (name == "std" and min(given) <= 0):
+        if len(given) != channels:
             raise UserError(
                 f"data.{name} is {given}: give one number for each of the {channels} channels of "
-                f"{type(self).__name__}" + (", above 0." if name == "std" else ".")
+                f"{type(self).__name__}."
             )
         return tuple(given)
 
@@ -88,28 +88,22 @@ class ImageDataModule(FederatedDataModule):
     def prepare_data(self) -> None:
         if not self.download:
             return
-        try:
+        with refused(
+            f"data.download is true, but {type(self).__name__} could not be downloaded to "
+            f"{str(self.root)!r}",
+            "Put the files there by hand, or try again.",
+        ):
             for train in (True, False):
                 self._open(train, download=True)
-        except Exception as error:  # the network and torchvision may raise anything
-            reason = shorten(str(error), 300, placeholder=" …")
-            raise UserError(
-                f"data.download is true, but {type(self).__name__} could not be downloaded to "
-                f"{str(self.root)!r}: {reason}. Put the files there by hand, or try again."
-            ) from error
 
     def load(self) -> None:
-        try:
+        with refused(
+            f"data.root is {str(self.root)!r}: {type(self).__name__} is expected in "
+            f"{str(self.root / self.folder)!r}, and its files are missing or damaged",
+            "Give the right --data.root, or --data.download true to get them.",
+        ):
             self.train_set = self._samples(self._open(True))
             self.test_set = self._samples(self._open(False))
-        except Exception as error:
-            # torchvision, pickle and SciPy raise many kinds of errors for missing or damaged files.
-            reason = " ".join(repr(error).split())[:120]
-            raise UserError(
-                f"data.root is {str(self.root)!r}: {type(self).__name__} is expected in "
-                f"{str(self.root / self.folder)!r}, and its files are missing or damaged "
-                f"({reason}). Give the right --data.root, or --data.download true to get them."
-            ) from error
 
 
 class MNIST(ImageDataModule):
@@ -282,15 +276,14 @@ class MedMNIST(FederatedDataModule):
 
     def _arrays(self, split: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return a split's pictures ``(N, channels, size, size)`` and labels ``(N, k)``."""
-        try:
-            with np.load(self.path, allow_pickle=False) as file:
-                pictures, labels = file[f"{split}_images"], file[f"{split}_labels"]
-        except Exception as error:  # NumPy and zipfile raise many kinds for damaged files
-            reason = " ".join(repr(error).split())[:120]
-            raise UserError(
-                f"data.path is {str(self.path)!r}, which cannot be read as a file of MedMNIST "
-                f"({reason}): give the .npz of one of its sets, such as pathmnist.npz."
-            ) from None
+        with (
+            refused(
+                f"data.path is {str(self.path)!r}, which cannot be read as a file of MedMNIST",
+                "Give the .npz of one of its 2-d sets, such as pathmnist.npz.",
+            ),
+            np.load(self.path, allow_pickle=False) as file,
+        ):
+            pictures, labels = file[f"{split}_images"], file[f"{split}_labels"]
         if pictures.ndim == 3:
             pictures = pictures[..., None]
         if pictures.ndim != 4 or pictures.shape[3] not in (1, 3):
@@ -308,15 +301,7 @@ def _table() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     short run.
     """
     found = find_spec("sklearn")
-    folders = list(found.submodule_search_locations or []) if found is not None else []
-    paths = [Path(folder, "datasets", "data", "digits.csv.gz") for folder in folders]
-    for path in paths:
-        if path.is_file():
-            with gzip.open(path, "rt") as file:
-                table = np.loadtxt(file, delimiter=",")
-            return table[:, :-1].astype(np.uint8), table[:, -1].astype(int)
-    # Some versions of scikit-learn keep the file elsewhere.
-    from sklearn.datasets import load_digits
-
-    data, target = load_digits(return_X_y=True)
-    return data.astype(np.uint8), target
+    assert found is not None and found.submodule_search_locations, "scikit-learn is required"
+    (folder, *_) = found.submodule_search_locations
+    table = np.loadtxt(Path(folder, "datasets", "data", "digits.csv.gz"), delimiter=",")
+    return table[:, :-1].astype(np.uint8), table[:, -1].astype(int)

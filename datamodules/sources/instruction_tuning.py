@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +49,11 @@ class RecordSamples(TensorSamples):
             # These sizes are known without the device, so nothing waits for it.
             longest = int(self.lengths[index[start : start + size]].max())
             yield x[:, :longest], y[:, :longest]
+
+
+def samples_of(x: list[list[int]], y: list[list[int]]) -> RecordSamples:
+    longest = max(map(len, x))
+    return RecordSamples(padded(x, longest), padded(y, longest))
 
 
 class InstructionTuning(FederatedDataModule):
@@ -168,21 +174,16 @@ class InstructionTuning(FederatedDataModule):
         clients: list[NDArray[np.int64]] = []
         for client in range(len(split.clients)):
             # Use the order of the file, in whatever order the records were drawn.
-            tokens: list[int] = []
-            wanted: list[int] = []
-            for place in sorted(split.indices(client).tolist()):
-                text, targets = self._texts[place]
-                tokens += text
-                wanted += targets
+            texts = [self._texts[place] for place in sorted(split.indices(client).tolist())]
+            tokens = list(chain.from_iterable(text for text, _ in texts))
+            wanted = list(chain.from_iterable(targets for _, targets in texts))
             first = len(x)
             for start in range(0, len(tokens), self.length):
-                row = wanted[start : start + self.length]
                 x.append(tokens[start : start + self.length])
                 # No token comes before a row's first token, so the first one is not predicted.
-                y.append([NO_TOKEN, *row[1:]])
+                y.append([NO_TOKEN, *wanted[start + 1 : start + self.length]])
             clients.append(np.arange(first, len(x)))
-        longest = max(map(len, x))
-        self.train_set = RecordSamples(padded(x, longest), padded(y, longest))
+        self.train_set = samples_of(x, y)
         packed = Split(clients, len(x), by_partition=split.by_partition)
         # The hash must identify the records of each client: two splits may pack into equally many
         # rows.
@@ -222,8 +223,7 @@ class InstructionTuning(FederatedDataModule):
                 f"data.length {self.length} tokens, and are left out.",
                 stacklevel=2,
             )
-        longest = max(map(len, texts))
-        samples = RecordSamples(padded(texts, longest), padded(targets, longest))
+        samples = samples_of(texts, targets)
         if pack:
             self._texts = list(zip(texts, targets, strict=True))
             self._unpacked = samples

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.datamodules.formats.pictures import Pictures
 from fl_lightning.datamodules.formats.tokens import tokenizer_of
 from fl_lightning.datamodules.sources.file_data_module import (
@@ -54,27 +56,25 @@ def users_of(file: Path) -> Iterator[User]:
     Raises:
         UserError: the file is broken.
     """
-    try:
+    with refused(
+        f"The file {str(file)!r} is broken",
+        "The file may be cut off: copy it again, or make it again with LEAF's scripts.",
+    ):
         text = file.read_bytes().decode("utf-8")
         begin = USER_DATA.search(text)
         if begin is None:
             raise ValueError("it has no key user_data")
         place = begin.end()
-        start = len(text[:place].encode())
+        before = len(text[:place].encode())  # bytes before this place
         while text[place : place + 1] != "}":
             name, end = DECODER.raw_decode(text, place)
             begins = _past(text, end)
             samples, ends = DECODER.raw_decode(text, begins)
-            start += len(text[place:begins].encode())
+            start = before + len(text[place:begins].encode())
             stop = start + len(text[begins:ends].encode())
             yield User(f"The file {str(file)!r}: user {name!r}", name, samples, start, stop)
             place = _past(text, ends)
-            start = stop + len(text[ends:place].encode())
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"The file {str(file)!r} is broken ({str(error)[:160]}). The file may be cut off; copy "
-            "it again, or make it again with LEAF's scripts."
-        ) from None
+            before = stop + len(text[ends:place].encode())
 
 
 def _past(text: str, place: int) -> int:
@@ -87,8 +87,6 @@ ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklm
 PLACES = {letter: place for place, letter in enumerate(ALPHABET)}
 WORDS = re.compile(r"[\w']+|[.,!?;]")
 PICTURE = (".jpg", ".jpeg", ".png")
-# Number of classes, for those kinds of data whose labels have a known range.
-CLASSES = {"femnist": 62}
 # The column with the text of a tweet in LEAF's Sent140.
 TEXT = 4
 
@@ -109,14 +107,18 @@ def labels_of(user: User, kind: str, unknown: bool, like: list[int]) -> NDArray[
         unknown: characters outside of LEAF's alphabet are a class.
         like: the length of the first x of the data; empty before it.
     """
-    try:
+    with refused(
+        f"{user.where} has samples that are not of kind={kind}",
+        "data.unknown=true makes characters outside of the alphabet class 80."
+        if kind == "shakespeare"
+        else "Mend the file, or make it again with LEAF's scripts.",
+    ):
         x = user.samples["x"]
         y = user.samples["y"]
         if len(x) != len(y):
             raise ValueError(f"{len(x)} x and {len(y)} y")
-        if kind == "sent140" and not all(isinstance(one[TEXT], str) for one in x):
-            raise ValueError(f"an x without a text in column {TEXT}")
-        if kind in ("celeba", "shakespeare") and not all(isinstance(one, str) for one in x):
+        of_texts = [one[TEXT] if kind == "sent140" else one for one in x]
+        if kind not in ("femnist", "numbers") and not all(isinstance(one, str) for one in of_texts):
             raise ValueError("an x that is not a text")
         if kind not in ("celeba", "sent140"):
             like += [len(x[0])] if x and not like else []
@@ -130,14 +132,6 @@ def labels_of(user: User, kind: str, unknown: bool, like: list[int]) -> NDArray[
                 [PLACES.get(one, len(ALPHABET)) if unknown else PLACES[one] for one in y]
             )
         return whole_labels(np.array(y).reshape(-1) if y else np.zeros(0), user.where)
-    except UserError:
-        raise
-    except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
-        more = " (data.unknown=true makes other characters class 80)" * (kind == "shakespeare")
-        raise UserError(
-            f"{user.where} has samples that are not of kind={kind}: {type(error).__name__}: "
-            f"{str(error)[:160]}{more}. Mend the file, or make it again with LEAF's scripts."
-        ) from None
 
 
 class FromLEAF(FileDataModule):
@@ -194,21 +188,6 @@ class FromLEAF(FileDataModule):
         self.unknown = unknown
         self._vocabulary = None if vocabulary is None else _words_of(Path(vocabulary).expanduser())
 
-    @classmethod
-    def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
-        """Return the shape of x, which follows from the kind or from the first sample."""
-        size = arguments.get("image_size", 84)
-        shapes = {"femnist": (1, 28, 28), "celeba": (3, size, size), "shakespeare": (80,)}
-        known = shapes.get(str(arguments.get("kind")))
-        return known or super().shape_of_samples(**arguments)
-
-    @classmethod
-    def classes_of_samples(cls, **arguments: Any) -> int | None:
-        """Return the number of classes, which follows from the kind or from the labels."""
-        letters = len(ALPHABET) + bool(arguments.get("unknown"))
-        known = {**CLASSES, "shakespeare": letters}.get(str(arguments.get("kind")))
-        return known or super().classes_of_samples(**arguments)
-
     def read(self) -> tuple[Side, Side | None, Side | None]:
         sides = {side: sorted((self.path / side).glob("*.json")) for side in ("train", "test")}
         if not sides["train"]:
@@ -225,8 +204,7 @@ class FromLEAF(FileDataModule):
             self.tell(f"these are data of kind={name}, by their first sample")
         self._made = self._maker(name)
         if name == "femnist":
-            self.class_names = [*map(str, range(10)), *map(chr, range(65, 91))]
-            self.class_names += [*map(chr, range(97, 123))]
+            self.class_names = list(string.digits + string.ascii_uppercase + string.ascii_lowercase)
         elif name == "shakespeare":
             self.class_names = [*ALPHABET, *(["other"] if self.unknown else [])]
         train = self._side(index, "train")
@@ -261,20 +239,23 @@ class FromLEAF(FileDataModule):
         read = partial(_x_of, files, index[f"{side} places"], self._made)
         return Side.of_index(index, side, read)
 
-    def _maker(self, kind: str) -> Any:
-        if kind == "celeba" and self.images is None:
-            raise UserError(
-                "These are LEAF's CelebA data, whose samples are names of pictures: give "
-                "data.images, the folder that holds them (img_align_celeba)."
-            )
+    def _maker(self, kind: str) -> Callable[[Any], Tensor]:
+        """Return the function that makes an x of what the file has."""
         if kind == "celeba":
+            if self.images is None:
+                raise UserError(
+                    "These are LEAF's CelebA data, whose samples are names of pictures: give "
+                    "data.images, the folder that holds them (img_align_celeba)."
+                )
             pictures = Pictures(size=(self.image_size, self.image_size), filter=None)
             return partial(_picture, self.images, pictures)
         if kind == "sent140" and self._vocabulary is not None:
             return partial(_places, self._vocabulary, self.words)
         if kind == "sent140":
             return partial(_tokens, tokenizer_of(self.tokenizer), self.length)
-        return {"femnist": _grey, "shakespeare": _letters}.get(kind, _numbers)
+        if kind == "shakespeare":
+            return _letters
+        return partial(_numbers, (1, 28, 28) if kind == "femnist" else (-1,))
 
 
 def _x_of(
@@ -287,12 +268,8 @@ def _x_of(
     return [made(x) for x in found["x"]]
 
 
-def _grey(x: list[float]) -> Tensor:
-    return torch.tensor(x, dtype=torch.float32).view(1, 28, 28)
-
-
-def _numbers(x: list[float]) -> Tensor:
-    return torch.tensor(x, dtype=torch.float32)
+def _numbers(shape: Sequence[int], x: list[float]) -> Tensor:
+    return torch.tensor(x, dtype=torch.float32).view(*shape)
 
 
 def _letters(x: str) -> Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.datamodules.sources.file_data_module import (
     FileDataModule,
     OfClients,
@@ -119,7 +120,10 @@ def arrays_of(file: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
     Raises:
         UserError: the file is damaged, holds other objects, or has x and y of different lengths.
     """
-    try:
+    with refused(
+        f"The file {str(file)!r} cannot be read as PFLlib's",
+        "The file needs an array data with the dictionary of x and y, which are arrays of numbers.",
+    ):
         with zipfile.ZipFile(file) as archive:
             raw = io.BytesIO(archive.read("data.npy"))
         header = {(1, 0): np.lib.format.read_array_header_1_0}
@@ -128,12 +132,6 @@ def arrays_of(file: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
         content = found.item() if isinstance(found, np.ndarray) else found
         x = np.asarray(content["x"])
         y = np.asarray(content["y"])
-    # pickle, zipfile and NumPy raise many kinds of errors for damaged files
-    except Exception as error:
-        raise UserError(
-            f"The file {str(file)!r} cannot be read as PFLlib's: {str(error)[:160]}. The file "
-            "needs an array data with the dictionary of x and y, which are arrays of numbers."
-        ) from None
     where = f"The file {str(file)!r}"
     if len(x) != len(y):
         raise UserError(f"{where} has {len(x)} x and {len(y)} y: one y for each x is expected.")

@@ -20,7 +20,6 @@ from fl_lightning.datamodules.formats.tables import (
     coded,
     codes,
     give_one,
-    labels,
     places_of,
     read_table,
     refuse_answers,
@@ -78,14 +77,6 @@ def read_joined(
     return FileTable(Path(", ".join(str(table.path) for table in tables)), whole)
 
 
-def without_gaps(table: FileTable, used: Sequence[str], tell: Callable[[str], None]) -> FileTable:
-    """Return a table without the rows that lack a value in a column that is used."""
-    lack = table.frame[list(dict.fromkeys(used))].isna().any(axis=1)
-    if lack.any():
-        tell(f"{table.where}: {lack.sum()} of {len(lack)} rows lack a value, and are left out")
-    return replace(table, frame=table.frame[~lack])
-
-
 @dataclass
 class Encoding:
     """Converts texts to numbers, by the categories of the training rows.
@@ -94,40 +85,35 @@ class Encoding:
         given: ``"one-hot"`` or ``"codes"`` for all columns of texts, or a kind by column; None:
             texts are refused.
         drop_first: leave out the first one-hot column of each.
+
+    ``kinds``: how each column is encoded; ``categories``: its values in the training rows.
     """
 
     given: Kind | Mapping[str, Kind] | None
     drop_first: bool = False
+    kinds: dict[str, Kind] = field(default_factory=dict)
     categories: dict[str, list[str]] = field(default_factory=dict)
 
-    def kind(self, column: str) -> str | None:
-        """Return how a column is encoded, if it is."""
-        if isinstance(self.given, Mapping):
-            return self.given.get(column)
-        return self.given if column in self.categories else None
-
-    def to_be_numbers(self, table: FileTable, features: Sequence[str]) -> list[str]:
-        """Return the columns that are not encoded.
+    def choose(self, table: FileTable, features: Sequence[str]) -> None:
+        """Note how each column of the training table is encoded.
 
         Raises:
-            UserError: the encoding names a column that is not one of them.
+            UserError: a column that ``given`` names is not one of them.
         """
-        named = self.given if isinstance(self.given, Mapping) else {}
-        require(features, "x", {"encode": named})
-        encoded = table.texts() if isinstance(self.given, str) else named
-        return [name for name in features if name not in encoded]
+        if isinstance(self.given, Mapping):
+            require(features, "x", {"encode": self.given})
+            self.kinds = dict(self.given)
+        elif self.given is not None:
+            texts = table.texts()
+            self.kinds = {name: self.given for name in features if name in texts}
 
-    def learn(
-        self, table: FileTable, features: Sequence[str], rows: Indices, tell: Callable[[str], None]
-    ) -> None:
+    def learn(self, table: FileTable, rows: Indices, tell: Callable[[str], None]) -> None:
         """Note the categories of the training rows."""
-        named = self.given if isinstance(self.given, Mapping) else {}
-        for name in features:
-            if name in named or (isinstance(self.given, str) and name in table.texts()):
-                values = table.present(name)
-                _, self.categories[name] = codes(values.iloc[rows])
-                if name not in named:
-                    self._tell_of_numbers(table, name, values, tell)
+        for name in self.kinds:
+            values = table.present(name)
+            _, self.categories[name] = codes(values.iloc[rows])
+            if not isinstance(self.given, Mapping):
+                self._tell_of_numbers(table, name, values, tell)
 
     def _tell_of_numbers(
         self, table: FileTable, name: str, values: Any, tell: Callable[[str], None]
@@ -147,7 +133,7 @@ class Encoding:
         """The columns of x."""
         found = []
         for name in features:
-            if self.kind(name) == "one-hot":
+            if self.kinds.get(name) == "one-hot":
                 found += [f"{name}={one}" for one in self.categories[name][self.drop_first :]]
             else:
                 found.append(name)
@@ -159,8 +145,7 @@ class Encoding:
         """x ``(N, columns)``."""
         parts = []
         for name in features:
-            kind = self.kind(name)
-            if kind is None:
+            if name not in self.kinds:
                 parts.append(table.numbers([name]))
                 continue
             count = len(self.categories[name])
@@ -169,7 +154,7 @@ class Encoding:
             unseen = int((places == count).sum())
             if unseen:
                 tell(f"{table.where}: {unseen} values of {name!r} occur in no training row")
-            if kind == "codes":
+            if self.kinds[name] == "codes":
                 parts.append(places[:, None].astype(np.float64))
             else:
                 parts.append(places[:, None] == np.arange(self.drop_first, count))
@@ -219,11 +204,7 @@ def single(
 def held_out(
     test: Mapping[str, Any], y: NDArray[Any], groups: NDArray[np.int64]
 ) -> tuple[Indices, Indices]:
-    """Return rows to train on and to test on in each group, by scikit-learn's train_test_split.
-
-    Raises:
-        UserError: a group is too small.
-    """
+    """Return rows to train on and to test on in each group, by scikit-learn's train_test_split."""
     from sklearn.model_selection import train_test_split
 
     share = float(test["share"])
@@ -235,13 +216,7 @@ def held_out(
         _, counts = np.unique(y[rows], return_counts=True)
         even = y[rows] if len(counts) > 1 and counts.min() > 2 else None
         options = {"train_size": 1 - share, "test_size": share, "random_state": seed}
-        try:
-            left, held = train_test_split(rows, stratify=even, **options)
-        except ValueError as error:
-            raise UserError(
-                f"data.test's share is {share:g}: {len(rows)} rows of one client cannot be split "
-                f"so ({str(error)[:120]}). Give another share, or leave these rows out."
-            ) from None
+        left, held = train_test_split(rows, stratify=even, **options)
         trained.append(left)
         tested.append(held)
     return np.concatenate(trained), np.concatenate(tested)
@@ -360,11 +335,12 @@ class FromTable(FederatedDataModule):
         # The column gives the number of clients, even if a config such as `base` has one.
         if client is not None:
             partition, num_clients = ByGroup(), None
+        if client is None:
+            check("data.scale, without data.client,", scale, Literal["all"] | None)
         share = test.get("share") if isinstance(test, Mapping) else test
         if share is None or isinstance(share, (int, float)):
             check("data.test", share, Annotated[float, Above(0), Below(1)] | None)
         super().__init__(num_clients=num_clients, partition=partition, **arguments)
-        self._per_client = isinstance(path, Mapping)
         paths = path if isinstance(path, Mapping) else {"": path}
         self._paths = {str(name): located("path", one, root) for name, one in paths.items()}
         self.path = next(iter(self._paths.values()))
@@ -376,10 +352,10 @@ class FromTable(FederatedDataModule):
         self.client = client
         self.features = features
         self.test = test
-        if share is test and test is not None and not isinstance(test, (int, float)):
-            self.test = located("test", test, root)
-        marks = list(map(str, missing_marks))
-        self._form = (separator, quotes, None if columns is None else list(columns), marks)
+        self._test_table = None
+        if not (test is None or isinstance(test, (int, float, Mapping))):
+            self._test_table = located("test", test, root)
+        self._form = (separator, quotes, columns and list(columns), list(map(str, missing_marks)))
         self.classes = None if classes is None else [str(name) for name in classes]
         self.regression = regression
 
@@ -413,7 +389,7 @@ class FromTable(FederatedDataModule):
         return len(self.class_names) or None
 
     def load(self) -> None:
-        if self._per_client:
+        if "" not in self._paths:  # a file per client
             table = read_joined(self._paths, str(self.client), self._read)
         else:
             table = self._read(self.path)
@@ -423,13 +399,15 @@ class FromTable(FederatedDataModule):
             features = all_but(table.path, table.columns, others)
         chosen = {"target": [self.target], "client": others[1:], "features": features}
         require(table.columns, table.where, chosen)
+        self.encoding.choose(table, features)
         table = self._without_gaps(table, features, others)
         y, classes = self._targets(table)
         self.class_names = classes or []
+        groups = np.zeros(len(y), np.int64)
         if self.client is not None:
-            self.groups, self.client_names = codes(table.present(self.client))
-        rows = self._rows(y)
-        self.encoding.learn(table, features, rows[0], self.tell)
+            groups, self.client_names = codes(table.present(self.client))
+        trained, tested = self._rows(y, groups)
+        self.encoding.learn(table, trained, self.tell)
         self.column_names = self.encoding.names(features)
         if not self.column_names:
             raise UserError(
@@ -437,13 +415,25 @@ class FromTable(FederatedDataModule):
                 "give it columns of numbers, or texts of several values with data.encode."
             )
         x = self.encoding.numbers(table, features, self.tell)
-        self._table = (table, rows[0])
-        if self.test is not None and not isinstance(self.test, (int, float, Mapping)):
-            self._with_file(table, features, x, y, classes)
-            return
+        self._table = (table, trained)
+        if self._test_table is not None:
+            held, held_y, held_groups = self._of_test_table(table, features, classes)
+            tested = np.arange(len(x), len(x) + len(held))
+            x = np.concatenate([x, held])
+            y = np.concatenate([y, held_y])
+            groups = np.concatenate([groups, held_groups])
         if self.scale is not None:
-            x = scaled(x, self._scaled_by(len(y)), rows[0])
-        self._set_rows(single(x, self.column_names, self.tell), y, *rows)
+            x = scaled(x, groups if self.scale == "client" else np.zeros_like(groups), trained)
+        rounded = single(x, self.column_names, self.tell)
+        self.train_set = TensorSamples(rounded[trained], y[trained])
+        if len(tested):
+            self.test_set = TensorSamples(rounded[tested], y[tested])
+        if self.client is None:
+            return
+        self.groups = groups[trained]
+        self.client_names = [self.client_names[i] for i in np.unique(self.groups)]
+        if self.test_set is not None and (groups[tested] >= 0).any():
+            self.own_tests = GroupTests.of(self.test_set, self.groups, groups[tested])
 
     @property
     def computed_from_samples(self) -> str:
@@ -460,76 +450,73 @@ class FromTable(FederatedDataModule):
     def _without_gaps(
         self, table: FileTable, features: Sequence[str], others: Sequence[str]
     ) -> FileTable:
+        """Return the table with a value in each cell that is used, and numbers where x needs them.
+
+        With ``missing="drop"`` rows that lack a value are left out; otherwise they are refused.
+        """
         used = [*features, *others]
-        if self.missing == "drop":
-            table = without_gaps(table, used, self.tell)
-        table.refuse_faults(used, self.encoding.to_be_numbers(table, features))
+        lack = table.frame[list(dict.fromkeys(used))].isna().any(axis=1)
+        if self.missing == "drop" and lack.any():
+            self.tell(
+                f"{table.where}: {lack.sum()} of {len(lack)} rows lack a value, and are left out"
+            )
+            table = replace(table, frame=table.frame[~lack])
+        table.check(used, [name for name in features if name not in self.encoding.kinds])
         return table
 
     def _targets(self, table: FileTable) -> tuple[NDArray[Any], list[str] | None]:
+        """Return y ``(N,)``, and the classes' names; None: y are numbers."""
         if self.above is not None:
             exceeds = table.target_numbers(self.target) > self.above
             return exceeds.astype(np.int64), ["0", "1"]
-        if self.regression:
+        if self.classes is not None:
+            return coded(table, self.target, self.classes, "data.classes"), self.classes
+        values = table.present(self.target)
+        numbers = self.target not in table.texts()
+        if self.regression or (numbers and (np.nan_to_num(as_numbers(values)) % 1).any()):
             return table.target_numbers(self.target).astype(np.float32), None
-        if self.classes is None:
-            y, classes = labels(table, self.target)
-            self._say_of_whole_numbers(table, classes or [])
-            return y, classes
-        return coded(table, self.target, self.classes, "data.classes"), self.classes
-
-    def _scaled_by(self, rows: int) -> NDArray[np.int64]:
-        if self.scale == "client" and self.groups is None:
-            raise UserError(
-                "data.scale is 'client', and data.client names no column of clients: give the "
-                "column, or data.scale=all."
+        y, classes = codes(values)
+        rows = len(values)
+        if numbers and (len(classes) > MANY_CLASSES or len(classes) > max(2, rows / 2)):
+            last = len(classes) - 1
+            self.tell(
+                f"data.target={self.target!r}: {len(classes)} whole numbers in {rows} rows are "
+                f"taken for classes ({classes[0]} is class 0, {classes[-1]} class {last}); where "
+                "it is an amount, data.regression=true makes y the number itself, and where they "
+                "are classes, data.classes names them"
             )
-        by_client = self.scale == "client"
-        return np.asarray(self.groups) if by_client else np.zeros(rows, np.int64)
+        return y, classes
 
-    def _rows(self, y: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _rows(
+        self, y: NDArray[Any], groups: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the rows of the table to train on, and to test on."""
         if isinstance(self.test, Mapping):
-            groups = np.zeros(len(y), np.int64) if self.groups is None else self.groups
             return held_out(self.test, y, groups)
         if isinstance(self.test, (int, float)):
-            return self._share(len(y), float(self.test))
+            count = math.floor(self.test * len(y) + 0.5)
+            shuffled = generator(0, "rows to test on").permutation(len(y))
+            return np.sort(shuffled[count:]), np.sort(shuffled[:count])
         return np.arange(len(y)), np.zeros(0, np.int64)
 
-    def _with_file(
-        self,
-        table: FileTable,
-        features: list[str],
-        x: NDArray[Any],
-        y: NDArray[Any],
-        classes: list[str] | None,
-    ) -> None:
-        other = self._read(self.test, sorted(table.texts()))
+    def _of_test_table(
+        self, table: FileTable, features: list[str], classes: list[str] | None
+    ) -> tuple[NDArray[np.float64], NDArray[Any], NDArray[np.int64]]:
+        """Return x, y and the clients of the rows of the test file, -1 for no client."""
+        other = self._read(self._test_table, sorted(table.texts()))
         require(other.columns, other.where, {"target": [self.target], "features": features})
-        named = self.client is not None and self.client in other.columns
-        others = [self.target, *([str(self.client)] if named else [])]
+        others = [self.target]
+        if self.client is not None and self.client in other.columns:
+            others.append(self.client)
         other = self._without_gaps(other, features, others)
-        held = self.encoding.numbers(other, features, self.tell)
-        of_tests = None
-        if named:
-            of_tests = places_of(other.present(str(self.client)), self.client_names)
-        if self.scale is not None:
-            groups = self._scaled_by(len(x))
-            tests = np.zeros(len(held), np.int64)
-            if self.scale == "client":
-                tests = np.full(len(held), -1) if of_tests is None else of_tests
-            whole = np.concatenate([x, held])
-            of = np.concatenate([groups, tests])
-            (x, held) = np.split(scaled(whole, of, np.arange(len(x))), [len(x)])
-        rounded = single(np.concatenate([x, held]), self.column_names, self.tell)
-        self.train_set = TensorSamples(rounded[: len(x)], y)
-        tested = self._targets(other)[0] if self.above is not None else None
-        if tested is None:
-            tested = coded(other, self.target, classes, "the training data")
-        self.test_set = TensorSamples(rounded[len(x) :], tested)
-        if of_tests is not None:
-            assert self.groups is not None
-            self.own_tests = GroupTests.of(self.test_set, self.groups, of_tests)
-            self._say_of_nobodys_rows(other, of_tests)
+        x = self.encoding.numbers(other, features, self.tell)
+        groups = np.full(len(x), -1)
+        if self.client in others:
+            groups = places_of(other.present(str(self.client)), self.client_names)
+            self._say_of_nobodys_rows(other, groups)
+        if self.above is not None:
+            return x, self._targets(other)[0], groups
+        return x, coded(other, self.target, classes, "the training data"), groups
 
     def column_values(self, column: str) -> NDArray[np.float64]:
         """Return a column's numbers in the training rows, for ``ByValue``."""
@@ -538,19 +525,6 @@ class FromTable(FederatedDataModule):
         remedy = "convert the column to numbers, or give another data.partition.column"
         found: NDArray[np.float64] = table.numbers([column], remedy)[rows, 0]
         return found
-
-    def _say_of_whole_numbers(self, table: FileTable, names: list[str]) -> None:
-        """Report if classes are whole numbers that look like amounts."""
-        rows = len(table.frame)
-        if self.target in table.texts():
-            return
-        if len(names) > MANY_CLASSES or len(names) > max(2, rows / 2):
-            self.tell(
-                f"data.target={self.target!r}: {len(names)} whole numbers in {rows} rows are taken "
-                f"for classes ({names[0]} is class 0, {names[-1]} class {len(names) - 1}); where "
-                "it is an amount, data.regression=true makes y the number itself, and where they "
-                "are classes, data.classes names them"
-            )
 
     def _say_of_nobodys_rows(self, table: FileTable, of_tests: NDArray[np.int64]) -> None:
         assert self.client is not None
@@ -562,27 +536,3 @@ class FromTable(FederatedDataModule):
                 f"client of the training data (column {self.client!r}: "
                 f"{', '.join(names)[:100]}), and only the common test uses them"
             )
-
-    @staticmethod
-    def _share(rows: int, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        count = math.floor(share * rows + 0.5)
-        shuffled = generator(0, "rows to test on").permutation(rows)
-        return np.sort(shuffled[count:]), np.sort(shuffled[:count])
-
-    def _set_rows(
-        self,
-        x: NDArray[Any],
-        y: NDArray[Any],
-        trained: NDArray[np.int64],
-        tested: NDArray[np.int64],
-    ) -> None:
-        self.train_set = TensorSamples(x[trained], y[trained])
-        if not len(tested):
-            return
-        self.test_set = TensorSamples(x[tested], y[tested])
-        if self.groups is not None:
-            of_tests = self.groups[tested]
-            self.groups = self.groups[trained]
-            self.own_tests = GroupTests.of(self.test_set, self.groups, of_tests)
-            kept = set(self.groups.tolist())
-            self.client_names = [name for i, name in enumerate(self.client_names) if i in kept]

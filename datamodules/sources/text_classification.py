@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.batches.samples import TensorSamples
-from fl_lightning.datamodules.formats.tables import cells, refuse_twice, separator_of
+from fl_lightning.datamodules.formats.tables import refuse_twice, separator_of
 from fl_lightning.datamodules.formats.tokens import Bytes, Folder, read_text, tokenizer_of
 from fl_lightning.datamodules.partitions.flower_splits import Grouped
 from fl_lightning.datamodules.partitions.partition import (
@@ -173,42 +175,45 @@ class TextClassification(FederatedDataModule):
 
     def load(self) -> None:
         self.encoder = tokenizer = tokenizer_of(self.tokenizer)
-        groups: list[str] = []
-        texts, labels = self._read(self.train, groups)
-        if self.classes is None:
-            self.classes = in_order(labels)
+        rows = self._read(self.train, self.group)
+        self.classes = self.classes or in_order([row[self.label] for row in rows])
         self.class_names = [str(name) for name in self.classes]
         if self.group is not None:
+            groups = [row[self.group] for row in rows]
             names = in_order(groups)
             places = {name: place for place, name in enumerate(names)}
             self.groups = np.array([places[name] for name in groups], np.int64)
             if isinstance(self.partition, ByGroup | Grouped):
                 self.client_names = names
-
-        self.train_set = self._samples(self.train, texts, labels)
+        self.train_set = self._samples(self.train, rows)
         self.test_set = None
         if self.test is not None:
-            self.test_set = self._samples(self.test, *self._read(self.test))
+            self.test_set = self._samples(self.test, self._read(self.test))
         self.vocabulary = tokenizer.size
 
-    def _samples(self, file: str, texts: list[list[str]], labels: list[str]) -> TensorSamples:
+    def _samples(self, file: str, rows: Sequence[Mapping[str, str]]) -> TensorSamples:
         assert self.encoder is not None
-        table = self.encoder.table(texts, self.length)
-        return TensorSamples(table, self._numbers(file, labels))
+        places = {name: i for i, name in enumerate(self.class_names)}
+        for row in rows:
+            if row[self.label] not in places:
+                raise UserError(
+                    f"{str(self.root / file)!r} has the class {row[self.label]!r}, which is not "
+                    f"one of {', '.join(places)[:200]} (data.classes; if not given, those of the "
+                    f"training data).{suggest(row[self.label], places)}"
+                )
+        texts = [list(map(row.__getitem__, self.text)) for row in rows]
+        y = np.array([places[row[self.label]] for row in rows], np.int64)
+        return TensorSamples(self.encoder.table(texts, self.length), y)
 
     # ---- files
 
     def _rows(self, file: str) -> Sequence[Mapping[str, Any]]:
         return rows_of(self.root / file, self.quotes)
 
-    def _read(
-        self, file: str, groups: list[str] | None = None
-    ) -> tuple[list[list[str]], list[str]]:
-        texts = []
-        labels = []
-        columns = [*self.text, self.label]
-        if groups is not None and self.group is not None:
-            columns.append(self.group)
+    def _read(self, file: str, group: str | None = None) -> list[dict[str, str]]:
+        """Return the columns that are used, as texts, of the rows that have a label."""
+        made = []
+        columns = [*self.text, self.label, *([] if group is None else [group])]
         for number, row in enumerate(self._rows(file), 1):
             for place, column in enumerate(columns):
                 value = row.get(column)
@@ -219,24 +224,9 @@ class TextClassification(FederatedDataModule):
                         f"{column!r}, which has to be a text or a whole number; its columns are "
                         f"{', '.join(map(str, row))[:200]} (data.text, data.label, data.group)."
                     )
-            if row[self.label] == NO_LABEL:
-                continue
-            texts.append([str(row[column]) for column in self.text])
-            labels.append(str(row[self.label]))
-            if groups is not None and self.group is not None:
-                groups.append(str(row[self.group]))
-        return texts, labels
-
-    def _numbers(self, file: str, labels: list[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        number = {name: i for i, name in enumerate(map(str, self.classes or ()))}
-        unknown = [label for label in labels if label not in number]
-        if unknown:
-            raise UserError(
-                f"{str(self.root / file)!r} has the class {unknown[0]!r}, which is not one of "
-                f"{', '.join(number)[:200]} (data.classes; if not given, those of the training "
-                f"data).{suggest(unknown[0], number)}"
-            )
-        return np.asarray([number[label] for label in labels], np.int64)
+            if row[self.label] != NO_LABEL:
+                made.append({column: str(row[column]) for column in columns})
+        return made
 
 
 def in_order(names: Sequence[str]) -> list[str]:
@@ -259,15 +249,33 @@ def rows_of(
     if path.suffix.lower() not in (".csv", ".tsv"):
         return read_records(path, "TextClassification")
     text = read_text(path, "TextClassification's file")
+    separator = separator_of(path)
+    quotes = separator != "\t" if quotes is None else quotes
+    quoting: Any = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+    # The limit is the process's, and other readers rely on it.
+    limit = csv.field_size_limit(2**31 - 1)
+    options: Any = {"delimiter": separator, "quoting": quoting, "strict": True}
+    line = 0
+    reader = csv.DictReader(io.StringIO(text, newline=""), names, **options)
     try:
-        header, rows = cells(text, separator_of(path), quotes, names)
-    except ValueError as error:
+        refuse_twice(f"{str(path)!r}, line 1,", list(reader.fieldnames or ()))
+        rows = []
+        line = reader.line_num
+        for row in reader:
+            # Where a row has too many cells, or too few, there is a None.
+            if None in row or None in row.values():
+                raise csv.Error("the row has another number of cells than there are columns")
+            rows.append(row)
+            line = reader.line_num
+    except csv.Error as error:
         raise UserError(
-            f"{str(path)!r} cannot be read: {error}. The first line has to name the columns, each "
-            "row needs a cell for each of them, and each quote has to be closed (data.quotes)."
+            f"{str(path)!r} cannot be read after line {line}: {error}. The first line has to name "
+            "the columns, each row needs a cell for each of them, and each quote has to be closed "
+            "(data.quotes)."
         ) from None
-    refuse_twice(f"{str(path)!r}, line 1,", header)
-    return [dict(zip(header, row, strict=True)) for row in rows]
+    finally:
+        csv.field_size_limit(limit)
+    return rows
 
 
 @dataclass(frozen=True)
@@ -372,7 +380,7 @@ class GLUE(TextClassification):
         super().load()
         for other in self.of.test[1:]:
             self.val_set = self.test_set
-            self.test_set = self._samples(other, *self._read(other))
+            self.test_set = self._samples(other, self._read(other))
 
     def _rows(self, file: str) -> Sequence[Mapping[str, Any]]:
         if not (self.root / "dataset_dict.json").is_file():

@@ -35,7 +35,7 @@ def test_tiny_imagenet_has_classes_and_not_domains(tmp_path: Path) -> None:
     assert x.shape == (6, 3, 64, 64) and y.tolist() == [0, 1, 0, 1, 0, 1]
     assert (x[:, 0].mean((1, 2)) > 0.2).tolist() == [False, True] * 3
     for path, given, says in (
-        (tmp_path / "train", {}, "all have the single folder 'images'"),
+        (tmp_path / "train", {}, r"have the classes \[images\].*For Tiny-ImageNet"),
         (tmp_path, {"partition": None}, r"give data\.partition and data\.num_clients"),
     ):
         with pytest.raises(UserError, match=says):
