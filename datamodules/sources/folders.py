@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -212,6 +212,21 @@ class FromFolders(FileDataModule):
         self.in_memory = in_memory
         self.limit = limit
         self._sets: list[PictureSet] = []
+
+    @classmethod
+    def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
+        size = Pictures.of(arguments.get("image_size"), None, (), ()).size
+        mode = str(arguments.get("mode", "RGB"))
+        if size is None or mode not in get_args(Mode):
+            return super().shape_of_samples(**arguments)
+        return (Image.getmodebands(mode), *size)
+
+    @classmethod
+    def classes_of_samples(cls, **arguments: Any) -> int | None:
+        path = Path(str(arguments.get("path")), "mnist_data.mat").expanduser()
+        if arguments.get("layout", "auto") in ("auto", "digits5") and path.is_file():
+            return 10  # the files of Digits-5 take long to read
+        return super().classes_of_samples(**arguments)
 
     def read(self) -> tuple[Side, Side | None, Side | None]:
         if not self.path.is_dir():

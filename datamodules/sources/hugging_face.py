@@ -276,6 +276,11 @@ class FromHuggingFace(FileDataModule):
             num_clients=None if client is not None else num_clients,
             **arguments,
         )
+        if isinstance(data, str | Path) and not Path(data).expanduser().exists():
+            raise UserError(
+                f"data.data is {str(data)!r}, and there is no such file or folder. Nothing is "
+                "downloaded: give a folder of save_to_disk, or Parquet files."
+            )
         self.data = data
         self.x = list(x) if isinstance(x, tuple) else x
         refuse_answers(self._columns(), {"y": y, "client": client}, "data.x")

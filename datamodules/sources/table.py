@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.batches.samples import TensorSamples
+from fl_lightning.datamodules.formats.damaged import refused
 from fl_lightning.datamodules.formats.tables import (
     FileTable,
     all_but,
@@ -204,7 +205,11 @@ def single(
 def held_out(
     test: Mapping[str, Any], y: NDArray[Any], groups: NDArray[np.int64]
 ) -> tuple[Indices, Indices]:
-    """Return rows to train on and to test on in each group, by scikit-learn's train_test_split."""
+    """Return rows to train on and to test on in each group, by scikit-learn's train_test_split.
+
+    Raises:
+        UserError: a group is too small.
+    """
     from sklearn.model_selection import train_test_split
 
     share = float(test["share"])
@@ -216,7 +221,11 @@ def held_out(
         _, counts = np.unique(y[rows], return_counts=True)
         even = y[rows] if len(counts) > 1 and counts.min() > 2 else None
         options = {"train_size": 1 - share, "test_size": share, "random_state": seed}
-        left, held = train_test_split(rows, stratify=even, **options)
+        with refused(
+            f"data.test's share is {share:g}: {len(rows)} rows of one client cannot be split so",
+            "Give another share, or leave these rows out.",
+        ):
+            left, held = train_test_split(rows, stratify=even, **options)
         trained.append(left)
         tested.append(held)
     return np.concatenate(trained), np.concatenate(tested)
