@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class FederatedDataModule(Given, pl.LightningDataModule):
+class FederatedDataModule(Given, pl.LightningDataModule, ABC):
     """Training samples that are split over clients; validation and test sets stay whole.
 
     Subclasses override ``load``. It sets ``train_set`` and, if such data exist, ``val_set`` and
@@ -190,9 +191,9 @@ class FederatedDataModule(Given, pl.LightningDataModule):
 
     # ---- loading and splitting
 
+    @abstractmethod
     def load(self) -> None:
         """Set ``train_set``, ``val_set``, ``test_set`` and ``groups``; called once."""
-        raise NotImplementedError  # abstract: each dataset reads its own files
 
     @property
     def run_seed(self) -> int:

@@ -5,6 +5,7 @@ A bias changes whole tensors of pixels in [0, 1] and clips to that range; test d
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,15 +19,15 @@ from fl_lightning.machine.device_memory import to_device
 from fl_lightning.sampling import generator
 
 
-class Bias(Checked):
+class Bias(Checked, ABC):
     """Base class of biases."""
 
     def __init__(self, std: NonNegativeFloat) -> None:
         self.std = std
 
+    @abstractmethod
     def __call__(self, x: Tensor, y: Tensor, client: int, seed: int) -> Tensor:
         """Return a client's pixels x ``(n, channels, …)`` in [0, 1], biased; y ``(n,)``: labels."""
-        raise NotImplementedError  # abstract: each bias changes pixels in its own way
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(std={self.std})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -21,18 +22,20 @@ END = 1
 FIRST_BYTE = 3
 
 
-class Tokens:
+class Tokens(ABC):
     """Base class of tokenizers.
 
-    ``start`` and ``end``: the tokens that begin a text to be continued, and the one that ends it.
+    ``start`` and ``end``: the tokens that begin a text to be continued, and the one that ends it;
+    ``bos``: the token for the beginning of a text, None if there is none.
     """
 
     start: Sequence[int] = ()
+    bos: int | None = None
     end: int | None
 
+    @abstractmethod
     def whole(self, text: str) -> NDArray[np.int32]:
         """Return a long text ``(tokens,)``, without a beginning and an end."""
-        raise NotImplementedError  # abstract: each tokenizer has its own numbers
 
     def rendered(self, messages: list[dict[str, str]], asks: bool) -> list[int] | None:
         """Return messages by the tokenizer's chat template; None: it has none."""
@@ -119,7 +122,7 @@ class Folder(Tokens):
         UserError: transformers is missing, or the folder holds no tokenizer.
     """
 
-    def __init__(self, path: str | Path, bos: bool | None = None) -> None:
+    def __init__(self, path: str | Path) -> None:
         transformers = optional("transformers", "text", f"data.tokenizer is {str(path)!r}, which")
         with refused(
             f"data.tokenizer is {str(path)!r}, where no tokenizer can be read",
@@ -131,14 +134,8 @@ class Folder(Tokens):
             )
         self.size = len(self._tokenizer)
         self.end: int | None = self._tokenizer.eos_token_id
-        self.start: Sequence[int] = self._before() if bos is None else ()
-        if bos:
-            if self._tokenizer.bos_token_id is None:
-                raise UserError(
-                    f"data.bos is true, and the tokenizer in {str(path)!r} has no bos_token: set "
-                    "one in its folder, or leave data.bos out."
-                )
-            self.start = (self._tokenizer.bos_token_id,)
+        self.bos = self._tokenizer.bos_token_id
+        self.start = self._before()
 
     def _before(self) -> Sequence[int]:
         """Return the tokens that the tokenizer puts before a text."""
@@ -183,13 +180,21 @@ class Folder(Tokens):
 
 
 def tokenizer_of(path: str | Path | None, bos: bool | None = None) -> Bytes | Folder:
-    """Return the tokenizer in a folder; None: bytes."""
-    if path is None and bos:
+    """Return the tokenizer in a folder; None: bytes.
+
+    Args:
+        bos: whether texts begin with ``bos``; None: as the tokenizer begins them.
+    """
+    made = Bytes() if path is None else Folder(path)
+    if bos is None:
+        return made
+    if bos and made.bos is None:
         raise UserError(
-            "data.bos is true, and bytes have no token for the beginning of a text: give "
-            "data.tokenizer, or leave data.bos out."
+            f"data.bos is true, and data.tokenizer={path} has no token for the beginning of a text "
+            "(bos_token): set one in its folder, or leave data.bos out."
         )
-    return Bytes() if path is None else Folder(path, bos)
+    made.start = [made.bos] if bos and made.bos is not None else []
+    return made
 
 
 def padded(texts: Sequence[Sequence[int]], length: int) -> NDArray[np.int32]:

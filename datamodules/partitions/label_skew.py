@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -28,9 +29,9 @@ class _LabelSkew(Partition):
     replacement: bool
     samples_per_client: int | None
 
+    @abstractmethod
     def _proportions(self, rng: np.random.Generator, counts: Indices) -> NDArray[np.float64]:
         """Return one client's class proportions ``(C,)``, given the data's class counts."""
-        raise NotImplementedError  # abstract: only this differs between Dirichlet and Pathological
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
         size = self.samples_per_client or len(labels) // num_clients

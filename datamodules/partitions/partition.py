@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import reprlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +54,7 @@ class LazyClients(Sequence[Indices]):
         return self.draw(client)
 
 
-class Partition(Checked):
+class Partition(Checked, ABC):
     """Base class of partitions: override ``split``.
 
     The constructor's arguments have to be kept as attributes of the same name.
@@ -73,6 +74,7 @@ class Partition(Checked):
         """Return the number of clients if the partition itself fixes it, else None."""
         return None
 
+    @abstractmethod
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Any]:
         """Return one index array per client: positions in ``labels`` ``(N,)``; the same for the
         same three arguments. Return tuples ``(train, test)`` instead to give each client test
@@ -83,7 +85,6 @@ class Partition(Checked):
         Raises:
             UserError: a client would be left without samples.
         """
-        raise NotImplementedError  # abstract: each partition decides who gets which samples
 
     @property
     def names(self) -> Sequence[str]:

@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import json
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,9 +245,9 @@ class FileDataModule(FederatedDataModule):
         self._workers = Workers(num_workers)
         self._files: list[Path] = []
 
+    @abstractmethod
     def read(self) -> tuple[Side, Side | None, Side | None]:
         """Return training, test and validation samples; set ``_files`` and ``class_names``."""
-        raise NotImplementedError  # abstract: each reader knows its own file format
 
     def tell(self, text: str) -> None:
         """Report a text once, before the run."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from fl_lightning.introspection.attribute_view import View
 from fl_lightning.machine.processes import gathered
 
 
-class Measurement(FederatedCallback):
+class Measurement(FederatedCallback, ABC):
     """Base class of loggers that measure the evaluated model after some rounds and after the last.
 
     A logger measures if (t + 1) mod ``every_n_rounds`` = 0; None: only after the last round. If a

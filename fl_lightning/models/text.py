@@ -7,7 +7,7 @@ and their types (``token_type_ids``).
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
@@ -30,7 +30,7 @@ Dtype = Literal["float32", "bfloat16"]
 Bits = Literal[4, 8, "nf4"] | None
 
 
-class Predictions(pl.LightningModule):
+class Predictions(pl.LightningModule, ABC):
     """A learner for texts, which logs a loss and an accuracy.
 
     The learner logs ``loss`` and ``acc`` under ``train/``, ``val/`` and ``test/``.

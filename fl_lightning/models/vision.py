@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -66,11 +66,7 @@ class Timm(Named):
     ) -> None:
         timm = optional("timm", "vision", f"the network timm:{name}")
         if not timm.is_model(name):
-            raise UserError(
-                f"Timm: timm {timm.__version__} has no network {name!r}."
-                f"{suggest(name, timm.list_models())} python -c 'import timm; "
-                "print(timm.list_models())' prints their names."
-            )
+            raise _unknown(timm, name, timm.list_models(), "timm.list_models()")
         known = timm.get_pretrained_cfg(name)
         given = {"num_classes": num_classes, "in_chans": in_channels, **_typed(options)}
         # Other networks take images of any size, and have no such argument.
@@ -114,11 +110,7 @@ class Torchvision(Named):
 
         names = torchvision.models.list_models(module=torchvision.models)
         if name not in names:
-            raise UserError(
-                f"Torchvision: torchvision {torchvision.__version__} has no network {name!r}."
-                f"{suggest(name, names)} python -c 'import torchvision; "
-                "print(torchvision.models.list_models())' prints their names."
-            )
+            raise _unknown(torchvision, name, names, "torchvision.models.list_models()")
         try:
             given = {"num_classes": num_classes, **_typed(options)}
             network = torchvision.models.get_model(name, **given)
@@ -140,6 +132,13 @@ def _typed(options: Mapping[str, Any] | None) -> dict[str, Any]:
             with suppress(yaml.YAMLError):
                 found[name] = yaml.safe_load(value)
     return found
+
+
+def _unknown(library: Any, name: str, names: Sequence[str], listing: str) -> UserError:
+    return UserError(
+        f"{library.__name__} {library.__version__} has no network {name!r}.{suggest(name, names)} "
+        f"python -c 'import {library.__name__}; print({listing})' prints their names."
+    )
 
 
 def _not_made(kind: str, name: str, options: Any, error: Exception) -> UserError:

@@ -235,6 +235,9 @@ def test_a_partition_says_what_is_not_its_default() -> None:
         def __init__(self, a: int = 1, b: str = "x") -> None:
             self.a, self.b = a, b
 
+        def split(self, labels: Any, num_clients: int, seed: int) -> list[Any]:
+            return [labels]
+
     expected = ("Mine()", "Mine(a=2)", "Mine(a=2, b='y')")
     assert (repr(Mine()), repr(Mine(2)), repr(Mine(2, "y"))) == expected
     assert (repr(ByGroup()), repr(IID())) == ("ByGroup()", "IID()")

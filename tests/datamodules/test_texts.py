@@ -436,5 +436,7 @@ def test_records_begin_as_the_tokenizer_begins_a_text(tmp_path: Path, puts_bos: 
 
 
 def test_a_beginning_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.bos is true, and bytes have no token"):
+    with pytest.raises(
+        UserError, match=r"data\.bos is true, and data\.tokenizer=None has no token"
+    ):
         loaded(tmp_path, RECORDS, bos=True)

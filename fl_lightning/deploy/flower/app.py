@@ -39,16 +39,12 @@ class NodeSettings:
         self.clients = str(given.get("clients", ""))  # a single client may be a number
         self.site = str(given.get("site", ""))
         self.folder = str(given.get("folder", ""))
-        if bool(self.clients) == bool(self.site):
+        if not self.folder or bool(self.clients) == bool(self.site):
             raise UserError(
-                '--node-config: give either clients="0,3" (clients of the config\'s partition) or '
-                'site="site.yaml" (data of the site\'s own); '
-                f"given are clients={self.clients!r} and site={self.site!r}."
-            )
-        if not self.folder:
-            raise UserError(
-                '--node-config: folder="…" is missing: where the site keeps its clients\' rows, a '
-                "folder that other sites do not use."
+                '--node-config: give folder="…", where no other site keeps its clients\' rows, '
+                'and either clients="0,3" (clients of the config\'s partition) or '
+                'site="site.yaml" (data of the site\'s own). '
+                f"Given are folder={self.folder!r}, clients={self.clients!r}, site={self.site!r}."
             )
 
 
