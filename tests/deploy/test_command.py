@@ -80,7 +80,11 @@ def test_what_is_mistyped_is_one_paragraph_and_writes_nothing(
     ("settings", "given", "said"),
     [
         (NodeSettings, {"folder": "a"}, "either clients="),
-        (NodeSettings, {"clients": "0", "site": "s.yaml", "folder": "a"}, "clients='0', site='s.yaml'"),
+        (
+            NodeSettings,
+            {"clients": "0", "site": "s.yaml", "folder": "a"},
+            "clients='0', site='s.yaml'",
+        ),
         (NodeSettings, {"clients": "0,3"}, "Given are folder='', clients='0,3'"),
         (AppSettings, {"timeout": 0}, "timeout=0 is not accepted; it has to be a number from 1"),
         (
