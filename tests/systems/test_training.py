@@ -257,6 +257,24 @@ def test_what_is_sent_is_complete_in_itself(
     assert any(min(plan.planned(t).versions.values()) < t for t in range(7))
 
 
+def test_a_client_compresses_its_way_from_the_model_that_it_was_given() -> None:
+    """FedAsync mixes with the server's present model, which the client does not have."""
+    gaps: list[float] = []
+
+    class Seen(FederatedCallback):
+        tolerates_staleness = True
+
+        def transmit(self, clients: Any, update: Tensor) -> Tensor:
+            gaps.append(float((update - (clients.x - clients.w)).abs().max()))
+            return update
+
+    asynchronous = Buffered(UNEQUAL, concurrency=4, mixing=0.6)
+    ours = network([Seen()], 7, engine="sequential", asynchronous=asynchronous)
+    plan = ours.module.run.loop.device_plan
+    assert any(min(plan.planned(t).versions.values()) < t for t in range(7))
+    assert len(gaps) == 7 and max(gaps) == 0.0
+
+
 @pytest.mark.parametrize(
     ("callbacks", "options", "says"),
     [
