@@ -27,6 +27,7 @@ from fl_lightning.datamodules.partitions.partition import (
     LazyClients,
     Partition,
     check_client,
+    check_same,
     digest,
     positions,
 )
@@ -185,6 +186,7 @@ def split_samples(
     labels = np.zeros(total, np.int64) if data.labels is None else data.labels
     labels = labels if kept is None else labels[kept]
     drawn, tests = apart(partition.split(labels, num_clients, seed))
+    check_same(partition, num_clients, len(drawn))
     clients = _checked(drawn, len(labels))
     if tests is not None:
         test = _tested(partition, tests, kept, len(labels), test)

@@ -98,20 +98,35 @@ def transforms(rows: Any) -> bool:
     return bool(getattr(rows, "format", {}).get("type") == "custom")
 
 
+def column_stored(rows: Any, column: str) -> Any:
+    """Return a column of pyarrow; other columns are not read.
+
+    Lists of one value each become these values.
+    """
+    import pyarrow.compute as compute
+
+    values = rows.select_columns([column]).with_format("arrow")[:].column(column)
+    if not is_list(values.type):
+        return values
+    lengths = compute.list_value_length(values).to_numpy(zero_copy_only=False)
+    if (lengths != 1).any():
+        raise UserError(
+            f"Column {column!r} holds {values.type}: y and the clients' names are one value per "
+            "row. Make a column of one value each, for example by map(…)."
+        )
+    return compute.list_flatten(values)
+
+
 def column_of(rows: Any, column: str) -> Any:
     """Return a column of pandas; other columns are not read.
 
     Numbers stay numbers, and all else becomes texts: of a ``ClassLabel`` its names, which another
-    split may number in another order. Lists of one value each become these values.
+    split may number in another order.
     """
     import pandas
-    import pyarrow.compute as compute
     import pyarrow.types as types
 
-    values = rows.select_columns([column]).with_format("arrow")[:].column(column)
-    if is_list(values.type):
-        lengths = compute.list_value_length(values).to_numpy(zero_copy_only=False)
-        values = compute.list_flatten(values) if (lengths == 1).all() else values
+    values = column_stored(rows, column)
     found = values.to_pandas(types_mapper=pandas.ArrowDtype)
     names = getattr(rows.features[column], "names", None)
     if names:  # The library gives the number -1 to rows without a label.
@@ -341,7 +356,7 @@ class FromHuggingFace(FileDataModule):
     def _sides(self) -> tuple[Side, Side | None, Side | None]:
         self._rows: list[tuple[Any, str]] = []
         self.class_names = []
-        self._whole: bool | None = None  # whether y are whole numbers; None: classes with names
+        self._form = ""  # of the training rows' y: names, whole numbers or fractions
         found = splits_of(self.data)
         if isinstance(self.data, str | Path):
             self._files = files_of_rows(Path(self.data).expanduser())
@@ -416,22 +431,26 @@ class FromHuggingFace(FileDataModule):
             named: the names of a ``ClassLabel``.
         """
         values = table.present(self.y)
-        if self._whole is None and not self.class_names:  # the training rows come first
-            if self.classes or self.y in table.texts():
+        form = "fractions" if values.dtype.kind == "f" else "whole numbers"
+        if self.classes is not None or self.y in table.texts():
+            form = "names"
+        self._form = self._form or form  # the training rows come first
+        # The text 1 is the first class here, and the number 1 the second.
+        if form != self._form:
+            raise UserError(
+                f"Column {self.y!r} has {self._form} in the training rows and {form} in "
+                f"{str(table.path)!r}: cast it to one type in both (cast_column), or give data.classes."
+            )
+        if form == "names":
+            if not self.class_names:
                 self.class_names = self.classes or named or codes(values)[1]
-            else:
-                self._whole = values.dtype.kind in "iu"
-        if self._whole is None:
             return coded(table, self.y, list(map(str, self.class_names)), "the classes")
         y = table.numbers([self.y], "mend the row, or leave it out")[:, 0]
-        odd = np.flatnonzero(y % 1)
-        if self._whole and len(odd):
-            fault = (self.y, int(odd[0]), ", and the training rows have whole numbers")
-            raise table.wrong([fault], "cast the column to one type in both (cast_column)")
-        return y.astype(np.int64 if self._whole else np.float32)
+        return y.astype(np.float32 if form == "fractions" else np.int64)
 
     def column_values(self, column: str) -> NDArray[Any]:
         """Return a column in the training rows, for ``ByValue``."""
         rows = splits_of(self.data)[str(self.splits["train"])]
         require(rows.column_names, "the training split", {"partition.column": [column]})
-        return np.asarray(table_of(rows, [column], "train").present(column).to_numpy())
+        table_of(rows, [column], "train").present(column)
+        return np.asarray(column_stored(rows, column).to_numpy(zero_copy_only=False))

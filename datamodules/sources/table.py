@@ -344,14 +344,18 @@ class FromTable(FederatedDataModule):
         # The column gives the number of clients, even if a config such as `base` has one.
         if client is not None:
             partition, num_clients = ByGroup(), None
-        if client is None:
-            check("data.scale, without data.client,", scale, Literal["all"] | None)
+        elif scale == "client":
+            raise UserError(
+                "data.scale is 'client', and data.client names no column of clients: give the "
+                "column, or data.scale=all."
+            )
         share = test.get("share") if isinstance(test, Mapping) else test
         if share is None or isinstance(share, (int, float)):
             check("data.test", share, Annotated[float, Above(0), Below(1)] | None)
         super().__init__(num_clients=num_clients, partition=partition, **arguments)
         paths = path if isinstance(path, Mapping) else {"": path}
         self._paths = {str(name): located("path", one, root) for name, one in paths.items()}
+        self._per_client = isinstance(path, Mapping)
         self.path = next(iter(self._paths.values()))
         self.encoding = Encoding(encode, drop_first)
         self.missing = missing
@@ -398,7 +402,7 @@ class FromTable(FederatedDataModule):
         return len(self.class_names) or None
 
     def load(self) -> None:
-        if "" not in self._paths:  # a file per client
+        if self._per_client:
             table = read_joined(self._paths, str(self.client), self._read)
         else:
             table = self._read(self.path)

@@ -176,7 +176,8 @@ class TextClassification(FederatedDataModule):
     def load(self) -> None:
         self.encoder = tokenizer = tokenizer_of(self.tokenizer)
         rows = self._read(self.train, self.group)
-        self.classes = self.classes or in_order([row[self.label] for row in rows])
+        if self.classes is None:
+            self.classes = in_order([row[self.label] for row in rows])
         self.class_names = [str(name) for name in self.classes]
         if self.group is not None:
             groups = [row[self.group] for row in rows]

@@ -317,7 +317,7 @@ def test_columns_that_do_not_fit_are_refused(
         ({"x": [[1.0]], "y": [1]}, r"Row 0 .* another shape .*first row's \(2,\)"),
         (
             {"x": [[1.0, 2.0]], "y": [0.5]},
-            r"'split test' has 0\.5 in column 'y' .* have whole numbers",
+            r"'y' has whole numbers in .* fractions in 'split test'",
         ),
     ],
 )
@@ -355,18 +355,28 @@ def test_a_client_without_a_name_is_refused() -> None:
         FromHuggingFace(labelled(["a", "b"], [0, -1, 1]), "x", "y", "who").setup()
 
 
-@pytest.mark.parametrize(
-    ("train", "test", "y"), [(["1", "2"], [2, 1], [1, 0]), ([1, 2], ["2", "1"], [2, 1])]
-)
-def test_labels_that_are_texts_on_one_side_are_the_same_classes(
-    train: Any, test: Any, y: list[int]
-) -> None:
-    """Texts are numbered by the training rows, and numbers are their own."""
+@pytest.mark.parametrize(("train", "test"), [(["1", "2"], [1, 1]), ([1, 2], ["1", "1"])])
+def test_labels_that_are_texts_on_one_side_are_refused(train: Any, test: Any) -> None:
+    """The text 1 is the first class here, and the number 1 the second."""
     sides = [datasets.Dataset.from_dict({"x": [0.0, 1.0], "y": y}) for y in (train, test)]
-    data = FromHuggingFace(sides[0], "x", "y", test=sides[1], num_clients=1)
+    stars = datasets.Features(x=datasets.Value("float64"), y=datasets.ClassLabel(names=["1", "2"]))
+    sides.append(datasets.Dataset.from_dict({"x": [0.0, 1.0], "y": [0, 1]}, features=stars))
+    with pytest.raises(UserError, match=r"'y' has (names|whole numbers) in the training rows and "):
+        FromHuggingFace(sides[0], "x", "y", test=sides[1], num_clients=1).setup()
+    numbers = sides[0] if isinstance(train[0], int) else sides[1]
+    for pair in ((numbers, sides[2]), (sides[2], numbers)):
+        with pytest.raises(UserError, match=r"'y' has .* in the training rows and "):
+            FromHuggingFace(pair[0], "x", "y", test=pair[1], num_clients=1).setup()
+
+
+def test_a_column_of_kinds_splits_by_its_numbers_and_lists_are_no_classes() -> None:
+    made = labelled(["5", "3", "4"], [0, 1, 2, 0, 1, 2])
+    data = FromHuggingFace(made, "x", "who", partition=ByValue(column="who"), num_clients=3)
     data.setup()
-    assert data.test_set is not None and data.test_set.labels is not None
-    assert data.test_set.labels.tolist() == y
+    assert [sorted(data.client_indices(i).tolist()) for i in range(3)] == [[0, 3], [1, 4], [2, 5]]
+    lists = datasets.Dataset.from_dict({"x": [0.0, 1.0], "y": [[0, 1], [1, 1]]})
+    with pytest.raises(UserError, match=r"Column 'y' holds .* one value per row"):
+        FromHuggingFace(lists, "x", "y", num_clients=1).setup()
 
 
 def test_pairs_of_texts_and_labels_in_lists_of_one() -> None:

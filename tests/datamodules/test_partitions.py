@@ -245,6 +245,19 @@ def test_a_partition_says_what_is_not_its_default() -> None:
     assert (ByGroup().clients, ByGroup([3, 3, 5]).clients, IID().clients) == (None, 2, None)
 
 
+def test_a_split_has_as_many_clients_as_were_asked_for() -> None:
+    class Forgets(Partition):
+        needs_labels = False
+
+        def split(self, labels: Any, num_clients: int, seed: int) -> list[Any]:
+            return [np.arange(i, len(labels), num_clients) for i in range(num_clients - 1)]
+
+    pair = torch.zeros(9, 1), torch.zeros(9)
+    data = InMemoryDataModule(pair, partition=Forgets(), num_clients=3)
+    with pytest.raises(UserError, match="num_clients is 3, but the partition Forgets has 2 clie"):
+        data.setup()
+
+
 def test_groups_follow_the_samples_that_are_kept_for_training() -> None:
     kept = ByGroup([7, 7, 5, 9, 5]).restrict(np.array([1, 2, 4]))
     assert [c.tolist() for c in kept.split(np.zeros(3), 2, 0)] == [[1, 2], [0]]

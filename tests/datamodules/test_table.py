@@ -594,7 +594,7 @@ def test_a_client_of_one_row_has_zeros_if_each_is_scaled(tmp_path: Path) -> None
     path = text_file(tmp_path, "who,size,y\na,1,0\nb,2,1\nb,4,0\n")
     data = ready(path, "y", client="who", scale="client")
     assert data.train_set.x[0].tolist() == [0]
-    with pytest.raises(UserError, match=r"data\.scale, without data\.client,='client' is not"):
+    with pytest.raises(UserError, match=r"data\.scale is 'client', and data\.client names no"):
         ready(path, "y", features=["size"], scale="client", num_clients=2)
 
 

@@ -215,7 +215,7 @@ def test_what_cannot_be_read_is_named(
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (["--targets", "0.8,high"], "--targets: invalid numbers value: '0.8,high'"),
+        (["--targets", "0.8,high"], "'high' is not a number"),
         (["--metrics", "x"], "--help"),
         (["--metric", "val/ac"], "val/ac: no run logs it. Did you mean 'val/acc'?"),
         (["--figures", "png,gif"], "each 'png', 'svg' or 'pdf'"),

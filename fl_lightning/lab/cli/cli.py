@@ -227,7 +227,12 @@ class CommandCLI(MethodCLI):
 
     def _choose_checkpoint(self, found: list[Path]) -> None:
         """Set ``checkpoint``; the word ``last`` means one of those ``found`` in the folder."""
-        path = self.config.ckpt_path or ("last" if self.command == "export" else None)
+        path = self.config.ckpt_path
+        if path is None and self.command == "export":
+            raise UserError(
+                "export: which run? Give its folder, fl-lightning export runs/x, or --ckpt_path "
+                "FILE."
+            )
         if path is None or (path == "last" and self.command == "fit" and not found):
             return
         last = str(self.folder / "checkpoints" / "last.ckpt")

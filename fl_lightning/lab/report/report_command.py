@@ -5,6 +5,8 @@ If it cannot read a file, it refuses with one paragraph that says why.
 
 from __future__ import annotations
 
+import argparse
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -46,7 +48,7 @@ def parser() -> ArgumentParser:
     made.add_argument(
         "--targets",
         default=[],
-        type=numbers,
+        type=_targets,
         metavar="NUMBERS",
         help="values of the metric, such as 0.8,0.9; the report gives rounds, bytes and seconds "
         "to each",
@@ -157,12 +159,19 @@ def _formats(text: str) -> list[str]:
     return [] if text == "none" else text.split(",")
 
 
-def numbers(text: str) -> list[str]:
-    """Return numbers with commas between as texts: a report shows a target as you typed it."""
-    targets = dict.fromkeys(part.strip() for part in text.split(",") if part.strip())
+def _targets(text: str) -> list[str]:
+    # Keep the text of a target: a report shows it as you typed it.
+    targets = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     for target in targets:
-        float(target)
-    return list(targets)
+        try:
+            finite = math.isfinite(float(target))
+        except ValueError:
+            finite = False
+        if not finite:
+            raise argparse.ArgumentTypeError(
+                f"{target!r} is not a number. Give numbers, such as 0.8,0.9"
+            )
+    return targets
 
 
 def _labels(texts: Sequence[str], arms: Sequence[str]) -> dict[str, str]:
