@@ -439,7 +439,8 @@ class FromHuggingFace(FileDataModule):
         if form != self._form:
             raise UserError(
                 f"Column {self.y!r} has {self._form} in the training rows and {form} in "
-                f"{str(table.path)!r}: cast it to one type in both (cast_column), or give data.classes."
+                f"{str(table.path)!r}: cast it to one type in both (cast_column), or give "
+                "data.classes."
             )
         if form == "names":
             if not self.class_names:

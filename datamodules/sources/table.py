@@ -344,11 +344,6 @@ class FromTable(FederatedDataModule):
         # The column gives the number of clients, even if a config such as `base` has one.
         if client is not None:
             partition, num_clients = ByGroup(), None
-        elif scale == "client":
-            raise UserError(
-                "data.scale is 'client', and data.client names no column of clients: give the "
-                "column, or data.scale=all."
-            )
         share = test.get("share") if isinstance(test, Mapping) else test
         if share is None or isinstance(share, (int, float)):
             check("data.test", share, Annotated[float, Above(0), Below(1)] | None)
@@ -419,6 +414,11 @@ class FromTable(FederatedDataModule):
         groups = np.zeros(len(y), np.int64)
         if self.client is not None:
             groups, self.client_names = codes(table.present(self.client))
+        elif self.scale == "client":
+            raise UserError(
+                "data.scale is 'client', and data.client names no column of clients: give the "
+                "column, or data.scale=all."
+            )
         trained, tested = self._rows(y, groups)
         self.encoding.learn(table, trained, self.tell)
         self.column_names = self.encoding.names(features)
