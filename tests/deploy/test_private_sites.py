@@ -96,7 +96,7 @@ def test_a_site_goes_above_its_target_for_no_server(sigma: float | None, tmp_pat
     """Not with less noise, and not if it is asked for a round twice."""
     carrier = type("Given", (Sends,), {"sigma": sigma, "trained": []})
     assert epsilon(1.0, 1.0, 1, 1e-5) > 3.0
-    with pytest.raises(UserError, match=r"site a: client 0: UserError in record_privacy\.py"):
+    with pytest.raises(UserError, match=r"site a: client 0: UserError in privacy\.py"):
         run(tmp_path, partial(RecordPrivacy, 0.5, target_epsilon=3.0), carrier)
     assert len(carrier.trained) == (sigma is None)
 
