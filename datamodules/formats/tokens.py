@@ -26,7 +26,7 @@ class Tokens(ABC):
     """Base class of tokenizers.
 
     ``start`` and ``end``: the tokens that begin a text to be continued, and the one that ends it;
-    ``bos``: the token for the beginning of a text, None if there is none.
+    ``bos``: the token for the beginning of a text; None: the tokenizer lacks one.
     """
 
     start: Sequence[int] = ()

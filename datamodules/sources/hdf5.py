@@ -160,18 +160,19 @@ class FromHDF5(FileDataModule):
         # Bytes may be pictures, which are scaled.
         form = (rows.shape[1:], rows.dtype == np.uint8, rows.dtype.kind)
         first = like.setdefault("form", (form, rows.dtype))
-        faults = {
-            f"{len(rows)} rows of {x!r} and {len(client[y])} of {y!r}": len(rows) != len(client[y]),
-            f"{x!r} of {rows.dtype} of the shape {form[0]}, and the first client {first[1]} of the "
-            f"shape {first[0][0]}; the type says how x is scaled": form != first[0],
-            f"bytes of the shape {form[0]}, which are taken for pictures (height, width, 1 to 4 "
-            "channels): store the channels last": (
-                kind in ("image", "arrays") and form[1] and len(form[0]) == 3 and form[0][2] > 4
-            ),
-        }
-        for fault, there in faults.items():
-            if there:
-                raise UserError(f"{where} has {fault}.")
+        if len(rows) != len(client[y]):
+            raise UserError(f"{where} has {len(rows)} rows of {x!r} and {len(client[y])} of {y!r}.")
+        if form != first[0]:
+            raise UserError(
+                f"{where} has {x!r} of {rows.dtype} of the shape {form[0]}, and the first client "
+                f"{first[1]} of the shape {first[0][0]}; the type says how x is scaled."
+            )
+        pictures = kind in ("image", "arrays") and form[1] and len(form[0]) == 3
+        if pictures and form[0][2] > 4:
+            raise UserError(
+                f"{where} has bytes of the shape {form[0]}, which are taken for pictures (height, "
+                "width, 1 to 4 channels): store the channels last."
+            )
         if kind == "tokens":
             return np.full(len(rows), -1, np.int64)
         check_finite(np.asarray(rows[()]), where)

@@ -263,7 +263,7 @@ def rows_of(
         rows = []
         line = reader.line_num
         for row in reader:
-            # Where a row has too many cells, or too few, there is a None.
+            # If a row has too many cells, None is a key; if it has too few, None is a value.
             if None in row or None in row.values():
                 raise csv.Error("the row has another number of cells than there are columns")
             rows.append(row)

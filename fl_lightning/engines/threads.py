@@ -127,7 +127,7 @@ class Threads:
         """
         self.pool.shutdown(cancel_futures=True)
         deadline = time.monotonic() + ENDING_SECONDS
-        # Where the system does not list threads, there is nothing to wait for.
+        # If the system does not list threads, this waits for none.
         listed = [f"/proc/self/task/{thread_id}" for thread_id in self._thread_ids]
         while any(map(os.path.exists, listed)) and time.monotonic() < deadline:
             time.sleep(0.0005)
